@@ -1,0 +1,1 @@
+"""Checkpoints that other programs wrote, read without running any of what they hold."""

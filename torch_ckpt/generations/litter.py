@@ -1,0 +1,62 @@
+"""What crashed saves and deletions leave behind, and its removal.
+
+Knows names that only a save makes, and what manifests name. Knows nothing of which saves are
+still running: the caller says which attempts to spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torch_ckpt.errors import FormatError, IntegrityError
+from torch_ckpt.manifest.commit import read_manifest, read_part
+from torch_ckpt.manifest.layout import attempt_of, is_ours, step_of_folder
+from torch_ckpt.storage.store import Store
+
+_UNREADABLE = (FormatError, IntegrityError)
+
+
+def litter(store: Store, folders: Iterable[str]) -> list[str]:
+    """Names (`folder/file`) that a save made and no manifest needs.
+
+    Files of saves that are still running are among them. A folder whose manifest or parts cannot
+    be read has no litter: nobody can tell what belongs to it.
+    """
+    return [f"{folder}/{name}" for folder in folders for name in _unnamed(store, folder, ())]
+
+
+def sweep(store: Store, folder: str, *, spare_attempts: Collection[str]) -> list[str]:
+    """Delete the litter of one folder, then the folder if it is empty; return the names.
+
+    `spare_attempts` must hold every attempt that may still be running in this folder.
+    """
+    swept = []
+    for name in _unnamed(store, folder, spare_attempts):
+        store.delete(f"{folder}/{name}")
+        swept.append(name)
+    # A save begins with an empty folder, so one that may be running needs it.
+    if not spare_attempts and (swept or step_of_folder(folder) is not None):
+        store.delete_folder(folder)
+    return swept
+
+
+def _unnamed(store: Store, folder: str, spare_attempts: Collection[str]) -> list[str]:
+    # Listed before the manifest is read: what a commit in between names is then never listed.
+    names = [entry.name for entry in store.entries(folder)]
+    ours = [name for name in names if is_ours(name) and attempt_of(name) not in spare_attempts]
+    if not ours:
+        return []
+    try:
+        manifest = read_manifest(store, folder)
+    except FileNotFoundError:
+        return ours
+    except _UNREADABLE:
+        return []
+    named: set[str] = set()
+    for stored in manifest.parts:
+        try:
+            part = read_part(store, folder, stored)
+        except (FileNotFoundError, *_UNREADABLE):
+            return []
+        named |= {stored.name, *(shard.name for shard in part.files)}
+    return [name for name in ours if name not in named]

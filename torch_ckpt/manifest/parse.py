@@ -1,0 +1,384 @@
+"""Documents from outside: bytes in, a Manifest or a Part out, or a refusal that says why.
+
+Every byte here may have been damaged or planted, so nothing is believed before it was checked.
+Knows the schema. Knows nothing of stores; what holds between documents is `commit.check_parts`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch_ckpt.errors import FormatError, IntegrityError
+from torch_ckpt.manifest.digest import canonical_json, sha256_hex
+from torch_ckpt.manifest.index import check_cuts, parse_blocks, parse_tensors
+from torch_ckpt.manifest.layout import check_name, is_ours
+from torch_ckpt.manifest.schema import (
+    FORMAT,
+    Json,
+    Manifest,
+    Part,
+    StoredFile,
+    Summary,
+    Vote,
+)
+
+READABLE = (FORMAT,)
+"""The format versions that this version reads."""
+
+MAX_DEPTH = 256
+"""Arrays and objects inside each other; deeper ones could exhaust a reader's stack."""
+
+MAX_WORLD_SIZE = 1 << 20
+MAX_NUMBER = 1 << 62
+"""Steps, sizes and offsets stay below this, so that sums of a few fit 64 bits."""
+
+_ATTEMPT = re.compile(r"[0-9a-f]{8}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FACTS = frozenset(
+    ["step", "attempt", "run", "created", "world_size", "bytes", "parent", "mesh", "bases"]
+) | {"tags", "metrics", "framework"}
+_MANIFEST_FIELDS = _FACTS | {"format", "kind", "parts", "sha256"}
+_INDEX_FIELDS = frozenset(["format", "kind", "generations", "sha256"])
+_SUMMARY_FIELDS = _FACTS | {"folder", "parts_bytes", "manifest_sha256"}
+_VOTE_FIELDS = frozenset(
+    ["format", "kind", "step", "attempt", "run", "rank", "world_size", "files"]
+)
+_PART_FIELDS = _VOTE_FIELDS | {"blocks", "tensors", "aliases", "tree", "per_rank"}
+
+
+def parse_manifest(data: bytes, *, file: str) -> Manifest:
+    """The manifest in `data`; `file` is where it came from, for messages.
+
+    Raises:
+        FormatError: it is not a manifest that this version reads, or it contradicts itself.
+        IntegrityError: its bytes are not the ones that were written.
+    """
+    doc = _document(data, kind="manifest", fields=_MANIFEST_FIELDS, file=file)
+    _check_own_digest(doc, data, file=file)
+    world_size = _number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE)
+    return _manifest(doc, _part_files(doc, world_size, file), file)
+
+
+def parse_index(data: bytes, *, file: str) -> list[Summary]:
+    """The summaries in an index; `file` is where it came from, for messages.
+
+    Raises:
+        FormatError: it is not an index that this version reads.
+        IntegrityError: its bytes are not the ones that were written.
+    """
+    with _uncollected():
+        doc = _document(data, kind="index", fields=_INDEX_FIELDS, file=file)
+        _check_own_digest(doc, data, file=file)
+        return [_summary(item, file) for item in _list(doc, "generations", file)]
+
+
+def _summary(item: Any, file: str) -> Summary:
+    if type(item) is not dict or item.keys() != _SUMMARY_FIELDS:
+        _refuse(file, f"generations holds {_short(item)}, which is no summary")
+    return Summary(
+        folder=check_name(_text(item, "folder", file), file=file),
+        manifest=_manifest(item, (), file),
+        parts_bytes=_number(item, "parts_bytes", file),
+        sha256=_matched(item, "manifest_sha256", _SHA256, file),
+    )
+
+
+def _manifest(doc: Mapping[str, Any], parts: tuple[StoredFile, ...], file: str) -> Manifest:
+    return Manifest(
+        step=_number(doc, "step", file),
+        attempt=_matched(doc, "attempt", _ATTEMPT, file),
+        run=_text(doc, "run", file),
+        created=_text(doc, "created", file),
+        world_size=_number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE),
+        parts=parts,
+        bytes=_number(doc, "bytes", file),
+        parent=_check_depth(_parent(doc, file), file),
+        mesh=_check_depth(doc["mesh"], file),
+        bases=_bases(doc, file),
+        tags=_texts(doc, "tags", file),
+        metrics=_metrics(doc, file),
+        framework=_texts(doc, "framework", file),
+    )
+
+
+def parse_vote(data: bytes, *, file: str) -> Vote:
+    """The first fields of a part, which a caller has made a document of their own.
+
+    Raises:
+        FormatError: they are not those of a part that this version reads.
+    """
+    return _vote(_document(data, kind="part", fields=_VOTE_FIELDS, file=file), file)
+
+
+def parse_part(data: bytes, *, file: str) -> Part:
+    """The part in `data`, whose digest the caller has checked; `file` is for messages.
+
+    Raises:
+        FormatError: it is not a part that this version reads, or it contradicts itself.
+    """
+    with _uncollected():
+        return _parse_part(data, file)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Spare the garbage collector a million new objects that all stay; it takes half the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _parse_part(data: bytes, file: str) -> Part:
+    doc = _document(data, kind="part", fields=_PART_FIELDS, file=file)
+    vote = _vote(doc, file)
+    blocks = parse_blocks(_list(doc, "blocks", file), vote.files, file=file)
+    raw_bytes = sum(block.raw_bytes for block in blocks)
+    tensors = parse_tensors(_list(doc, "tensors", file), raw_bytes, file=file)
+    check_cuts(blocks, tensors, file=file)
+    aliases = _texts(doc, "aliases", file)
+    names = {tensor.name for tensor in tensors}
+    for alias, target in aliases.items():
+        if alias in names or target in aliases:
+            _refuse(file, f"alias {alias!r} is a tensor itself or leads to another alias")
+        # With several ranks the target may be in another part: `check_parts` looks there.
+        if vote.world_size == 1 and target not in names:
+            _refuse(file, f"alias {alias!r} leads to {target!r}, which is no tensor")
+    return Part(
+        step=vote.step,
+        attempt=vote.attempt,
+        run=vote.run,
+        rank=vote.rank,
+        world_size=vote.world_size,
+        files=vote.files,
+        blocks=blocks,
+        tensors=tensors,
+        aliases=aliases,
+        tree=_check_depth(doc["tree"], file),
+        per_rank=_check_depth(_mapping(doc, "per_rank", file), file),
+    )
+
+
+def _vote(doc: dict[str, Any], file: str) -> Vote:
+    world_size = _number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE)
+    return Vote(
+        step=_number(doc, "step", file),
+        attempt=_matched(doc, "attempt", _ATTEMPT, file),
+        run=_text(doc, "run", file),
+        rank=_number(doc, "rank", file, high=world_size),
+        world_size=world_size,
+        files=_shards(doc, file),
+    )
+
+
+def _refuse(file: str, reason: str) -> NoReturn:
+    raise FormatError(file=file, reason=reason)
+
+
+def _document(data: bytes, *, kind: str, fields: frozenset[str], file: str) -> dict[str, Any]:
+    doc = _load(data, file)
+    if type(doc) is not dict:
+        _refuse(file, f"is not a {kind}: a JSON object was expected")
+    if doc.get("kind") != kind:
+        _refuse(file, f"is not a {kind}: its kind is {_short(doc.get('kind'))}")
+    version = doc.get("format")
+    if version not in READABLE:
+        _refuse(
+            file,
+            f"has format {_short(version)}; this version reads {', '.join(READABLE)}. "
+            "Read it with the version of torch-ckpt that wrote it, or a later one",
+        )
+    if doc.keys() != fields:
+        # A field this version does not know could change what the others mean.
+        odd = ", ".join(sorted(map(_short, doc.keys() ^ fields))[:5])
+        _refuse(file, f"lacks these fields or must not have them: {odd}")
+    return doc
+
+
+def _load(data: bytes, file: str) -> Json:
+    try:
+        doc = json.loads(str(data, "ascii"), parse_constant=_no_constant)
+    except RecursionError:
+        _refuse(file, f"is nested more than {MAX_DEPTH} deep")
+    except ValueError as error:
+        raise FormatError(file=file, reason=f"is not JSON: {error}") from error
+    return doc
+
+
+def _check_depth(value: Json, file: str) -> Json:
+    """Return `value` if readers can walk it; the rest of a document has a fixed shape."""
+    level, depth = [value], 0
+    while level := [
+        child
+        for node in level
+        if type(node) is dict or type(node) is list
+        for child in (node.values() if type(node) is dict else node)
+    ]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            _refuse(file, f"is nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _check_own_digest(doc: dict[str, Any], data: bytes, *, file: str) -> None:
+    body = {key: value for key, value in doc.items() if key != "sha256"}
+    try:
+        found = sha256_hex(canonical_json(body))
+        # Every byte counts: other spellings of the same values were not written by a commit.
+        canonical = canonical_json(doc) == data
+    except ValueError as error:  # a number too large for a float reads as infinite
+        raise FormatError(file=file, reason=f"holds a value that JSON has not: {error}") from error
+    if doc["sha256"] != found or not canonical:
+        raise IntegrityError(
+            file=file,
+            offset=0,
+            reason=f"its SHA-256 is {found[:12]} and it says {_short(doc['sha256'])}"
+            if doc["sha256"] != found
+            else "it is not in canonical form, so it was changed after it was written",
+        )
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def _number(
+    doc: Mapping[str, Any], key: str, file: str, *, low: int = 0, high: int = MAX_NUMBER
+) -> int:
+    value = doc[key]
+    if type(value) is not int or not low <= value < high:
+        _refuse(file, f"{key} is {_short(value)}, not a whole number from {low} to {high - 1}")
+    return value
+
+
+def _text(doc: Mapping[str, Any], key: str, file: str) -> str:
+    value = doc[key]
+    if type(value) is not str:
+        _refuse(file, f"{key} is {_short(value)}, not a string")
+    return value
+
+
+def _matched(doc: Mapping[str, Any], key: str, pattern: re.Pattern[str], file: str) -> str:
+    value = _text(doc, key, file)
+    if pattern.fullmatch(value) is None:
+        _refuse(file, f"{key} is {_short(value)}, which does not match {pattern.pattern}")
+    return value
+
+
+def _list(doc: Mapping[str, Any], key: str, file: str) -> list[Any]:
+    value = doc[key]
+    if type(value) is not list:
+        _refuse(file, f"{key} is {_short(value)}, not an array")
+    return value
+
+
+def _mapping(doc: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
+    value = doc[key]
+    if type(value) is not dict:
+        _refuse(file, f"{key} is {_short(value)}, not an object")
+    return value
+
+
+def _texts(doc: Mapping[str, Any], key: str, file: str) -> dict[str, str]:
+    value = _mapping(doc, key, file)
+    for name, text in value.items():
+        if type(text) is not str:
+            _refuse(file, f"{key}[{_short(name)}] is {_short(text)}, not a string")
+    return value
+
+
+def _metrics(doc: Mapping[str, Any], file: str) -> dict[str, float]:
+    metrics = {}
+    for name, value in _mapping(doc, "metrics", file).items():
+        if type(value) is str and value in _FLOATS:
+            metrics[name] = _FLOATS[value]
+        elif type(value) is float or (type(value) is int and abs(value) < MAX_NUMBER):
+            metrics[name] = float(value)
+        else:
+            _refuse(file, f"metrics[{_short(name)}] is {_short(value)}, not a number")
+    return metrics
+
+
+def _parent(doc: Mapping[str, Any], file: str) -> dict[str, Any] | None:
+    if doc["parent"] is None:
+        return None
+    parent = _mapping(doc, "parent", file)
+    if not parent.keys() >= {"step", "attempt"}:
+        _refuse(file, "parent lacks step or attempt")
+    _number(parent, "step", file)
+    _matched(parent, "attempt", _ATTEMPT, file)
+    return parent
+
+
+def _bases(doc: Mapping[str, Any], file: str) -> tuple[int, ...]:
+    bases = _list(doc, "bases", file)
+    for base in bases:
+        _number({"bases": base}, "bases", file)
+    return tuple(bases)
+
+
+def _objects(
+    doc: Mapping[str, Any],
+    key: str,
+    fields: frozenset[str],
+    file: str,
+    build: Callable[[dict[str, Any], str], StoredFile],
+) -> tuple[StoredFile, ...]:
+    built = []
+    for item in _list(doc, key, file):
+        if type(item) is not dict or item.keys() != fields:
+            _refuse(file, f"{key} holds {_short(item)}, not an object of {', '.join(fields)}")
+        built.append(build(item, file))
+    if len({entry.name for entry in built}) != len(built):
+        _refuse(file, f"{key} names a file twice")
+    return tuple(built)
+
+
+def _file_name(item: Mapping[str, Any], file: str, endings: tuple[str, ...]) -> str:
+    name = check_name(_text(item, "name", file), file=file)
+    # Deleting a generation removes what it names, so it may name nothing but files of saves.
+    if len(name) > 255 or not is_ours(name) or not name.endswith(endings):
+        _refuse(file, f"names {_short(name)}, which is not a file that a save writes here")
+    return name
+
+
+def _part_file(item: dict[str, Any], file: str) -> StoredFile:
+    return StoredFile(
+        name=_file_name(item, file, (".json",)),
+        bytes=_number(item, "bytes", file),
+        sha256=_matched(item, "sha256", _SHA256, file),
+    )
+
+
+def _shard(item: dict[str, Any], file: str) -> StoredFile:
+    return StoredFile(
+        name=_file_name(item, file, (".safetensors", ".blocks")),
+        bytes=_number(item, "bytes", file),
+    )
+
+
+def _part_files(doc: Mapping[str, Any], world_size: int, file: str) -> tuple[StoredFile, ...]:
+    parts = _objects(doc, "parts", frozenset({"name", "bytes", "sha256"}), file, _part_file)
+    if len(parts) != world_size:
+        _refuse(file, f"names {len(parts)} parts for a world size of {world_size}")
+    return parts
+
+
+def _shards(doc: Mapping[str, Any], file: str) -> tuple[StoredFile, ...]:
+    return _objects(doc, "files", frozenset({"name", "bytes"}), file, _shard)

@@ -1,0 +1,261 @@
+"""The two documents of a generation, parts and manifest, as frozen values that check themselves.
+
+`docs/format.md` is the normative description. Knows JSON. Knows nothing of stores or tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+from torch_ckpt.manifest.digest import canonical_json, ordered_json, sha256_hex
+from torch_ckpt.manifest.dtypes import DTYPES
+
+FORMAT = "torch-ckpt/1"
+BLOCK_BYTES = 8 << 20
+"""No block holds more raw bytes than this."""
+
+Json = Any
+"""A value that JSON can hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFile:
+    """One file that a document names: where it is, how long it is, and what its bytes must be."""
+
+    name: str
+    bytes: int
+    sha256: str = ""
+    """Empty for a shard, whose blocks carry their own digests."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """A run of stored bytes that is hashed, encoded and read as one."""
+
+    file: int
+    """Index into the part's files."""
+    offset: int
+    """First byte in that file."""
+    bytes: int
+    """Stored bytes."""
+    raw_bytes: int
+    """Bytes after decoding."""
+    sha256: str
+    """Of the stored bytes."""
+    xxh3: str
+    """Of the decoded bytes."""
+    codec: str = "raw"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """A rectangular piece of a tensor that one rank wrote, row-major, in its raw space."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the part's raw space: all its blocks, decoded, back to back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """A tensor and the chunks of it that this part holds."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Global shape."""
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return DTYPES[self.dtype].itemsize
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Raw bytes of one of its chunks."""
+        return math.prod(chunk.shape) * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vote:
+    """The first fields of a part: whose it is, of which save, and how much it stores."""
+
+    step: int
+    attempt: str
+    run: str
+    rank: int
+    world_size: int
+    files: tuple[StoredFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What one rank wrote in one generation."""
+
+    step: int
+    attempt: str
+    run: str
+    rank: int
+    world_size: int
+    files: tuple[StoredFile, ...]
+    blocks: tuple[Block, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tensors that are stored once, such as tied weights."""
+    tree: Json = None
+    """The typed JSON of the whole state; rank 0's part carries it, other parts have None."""
+    per_rank: Mapping[str, Json] = field(default_factory=dict)
+    """Typed JSON of values that belong to this rank alone, by key path."""
+
+    def block_starts(self) -> list[int]:
+        """First raw byte of every block, and the end of the last one."""
+        return [0, *accumulate(block.raw_bytes for block in self.blocks)]
+
+    def dump(self) -> bytes:
+        """JSON in the order of the state; tensors and blocks as arrays: there can be 100,000.
+
+        The fields of a vote come first and `per_rank` last: a coordinator reads these alone.
+        """
+        return ordered_json(
+            {
+                "format": FORMAT,
+                "kind": "part",
+                "step": self.step,
+                "attempt": self.attempt,
+                "run": self.run,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "files": [{"name": f.name, "bytes": f.bytes} for f in self.files],
+                "blocks": [
+                    {
+                        "file": b.file,
+                        "offset": b.offset,
+                        "bytes": b.bytes,
+                        "raw_bytes": b.raw_bytes,
+                        "codec": b.codec,
+                        "sha256": b.sha256,
+                        "xxh3": b.xxh3,
+                    }
+                    for b in self.blocks
+                ],
+                "tensors": [
+                    {
+                        "name": t.name,
+                        "dtype": t.dtype,
+                        "shape": t.shape,
+                        "chunks": [
+                            {"offsets": c.offsets, "shape": c.shape, "start": c.start}
+                            for c in t.chunks
+                        ],
+                    }
+                    for t in self.tensors
+                ],
+                "aliases": dict(self.aliases),
+                "tree": self.tree,
+                "per_rank": dict(self.per_rank),
+            }
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """The document that makes a generation exist."""
+
+    step: int
+    attempt: str
+    run: str
+    created: str
+    """UTC, ISO 8601, for people: nothing is ever chosen by it."""
+    world_size: int
+    parts: tuple[StoredFile, ...]
+    bytes: int
+    """Stored bytes of all shards."""
+    parent: Mapping[str, Json] | None = None
+    """Step and attempt of the generation that the run had resumed from or committed before."""
+    mesh: Json = None
+    bases: tuple[int, ...] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
+    """Tag to reason: permanent, suspect, damaged, aside."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    framework: Mapping[str, str] = field(default_factory=dict)
+
+    def dump(self) -> bytes:
+        """Canonical JSON that carries the SHA-256 of itself without that field."""
+        return _signed(self._body())
+
+    @property
+    def sha256(self) -> str:
+        """The digest that `dump` puts into the document."""
+        return sha256_hex(canonical_json(self._body()))
+
+    def with_tags(self, tags: Mapping[str, str]) -> Manifest:
+        """The same manifest with exactly these tags."""
+        return replace(self, tags=dict(tags))
+
+    def without_parts(self) -> Manifest:
+        """What an index keeps of it; no document, since a manifest has as many parts as ranks."""
+        return replace(self, parts=())
+
+    def _body(self) -> dict[str, Json]:
+        return {
+            "format": FORMAT,
+            "kind": "manifest",
+            "parts": [{"name": p.name, "bytes": p.bytes, "sha256": p.sha256} for p in self.parts],
+            **self.facts(),
+        }
+
+    def facts(self) -> dict[str, Json]:
+        """Every field as JSON, but for those that make it a document, and for the parts."""
+        return {
+            "step": self.step,
+            "attempt": self.attempt,
+            "run": self.run,
+            "created": self.created,
+            "world_size": self.world_size,
+            "bytes": self.bytes,
+            "parent": None if self.parent is None else dict(self.parent),
+            "mesh": self.mesh,
+            "bases": list(self.bases),
+            "tags": dict(self.tags),
+            "metrics": {
+                name: value if math.isfinite(value) else str(value)
+                for name, value in self.metrics.items()
+            },
+            "framework": dict(self.framework),
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """What an index says of one generation: its manifest, but for the parts."""
+
+    folder: str
+    manifest: Manifest
+    """Without parts."""
+    parts_bytes: int
+    """Stored bytes of the parts, which are documents."""
+    sha256: str
+    """The digest that the manifest carries of itself."""
+
+
+def dump_index(summaries: Iterable[Summary]) -> bytes:
+    """The index of a root: canonical JSON that carries the SHA-256 of itself, as a manifest."""
+    generations = [
+        {
+            "folder": one.folder,
+            "parts_bytes": one.parts_bytes,
+            "manifest_sha256": one.sha256,
+            **one.manifest.facts(),
+        }
+        for one in summaries
+    ]
+    return _signed({"format": FORMAT, "kind": "index", "generations": generations})
+
+
+def _signed(body: dict[str, Json]) -> bytes:
+    return canonical_json({**body, "sha256": sha256_hex(canonical_json(body))})

@@ -1,0 +1,169 @@
+"""The tiers that a run can read: what they hold together, and what to believe of one that is down.
+
+Knows tiers and documents. Knows nothing of states, or of what is loaded from where.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch_ckpt.errors import CkptError, GenerationNotFound, StorageError
+from torch_ckpt.generations.catalog import Catalog, Generation
+from torch_ckpt.generations.copy import lacks
+from torch_ckpt.generations.index import refresh_index
+from torch_ckpt.generations.tiers import Held, Survey, Tier, TierName, survey
+from torch_ckpt.manifest.commit import read_part, update_tags
+from torch_ckpt.manifest.layout import part_name
+from torch_ckpt.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A generation that may be loaded, and where it can be read, nearest first."""
+
+    folder: str
+    attempt: str
+    tiers: tuple[TierName, ...]
+
+
+class Reach:
+    """Every tier of one run; the primary one is always among them."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.tiers = tuple(tiers)
+        self._stores = {tier.name: tier.store for tier in tiers}
+
+    @property
+    def primary(self) -> Store:
+        """Where saves go."""
+        return self._stores["primary"]
+
+    @property
+    def cache(self) -> Store | None:
+        """This node's own; None without one."""
+        return self._stores.get("cache")
+
+    @property
+    def names(self) -> str:
+        """All of them, for a message."""
+        return ", ".join(tier.store.url for tier in self.tiers)
+
+    def store(self, name: TierName) -> Store:
+        """The store of a tier."""
+        return self._stores[name]
+
+    def look(self) -> Survey:
+        """What the tiers hold.
+
+        A cache or an archive that does not answer is passed over while another tier has something:
+        an archive has nothing newer than the primary tier, unless that was lost.
+
+        Raises:
+            StorageError: the primary tier did not answer; or the archive, and there is nothing
+                elsewhere, which is no proof that the run is a fresh one.
+        """
+        found = survey(self.tiers)
+        for name, reason in found.unreachable.items():
+            if name == "primary" or (name == "archive" and not found.held):
+                raise StorageError(f"the {name} tier does not answer: {reason}")
+            logger.warning("the %s tier is passed over, it does not answer: %s", name, reason)
+        return found
+
+    def generations(self) -> list[Generation]:
+        """What the tiers that all ranks share hold, newest first, where it is nearest there."""
+        found = []
+        for held in self.look().held:
+            shared: list[TierName] = [name for name in held.tiers if name != "cache"]
+            if shared:
+                found.append(replace(held.generation, url=held.tiers[shared[0]].url))
+        return found
+
+    def option(self, held: Held) -> Option:
+        """A generation of a survey as something to load."""
+        one = held.generation
+        return Option(folder=one.folder, attempt=one.manifest.attempt, tiers=held.readable)
+
+    def find(self, *, step: int | None, folder: str | None) -> Option:
+        """The generation of a folder, or else of a step, wherever it is.
+
+        Raises:
+            GenerationNotFound: there is none; the message says what there is.
+        """
+        refusal: GenerationNotFound | None = None
+        for tier in self.tiers:
+            try:
+                found = tier.catalog.find(step=step, folder=folder)
+            except GenerationNotFound as error:
+                refusal = refusal or error
+                if tier.name == "primary":
+                    refusal = error
+                continue
+            names: list[TierName] = [one.name for one in self.tiers if self._has(one, found)]
+            return Option(folder=found.folder, attempt=found.manifest.attempt, tiers=tuple(names))
+        raise refusal or GenerationNotFound(f"no generation in {self.names}")
+
+    def _has(self, tier: Tier, generation: Generation) -> bool:
+        try:
+            return tier.catalog.find(folder=generation.folder).id == generation.id
+        except (GenerationNotFound, CkptError):
+            return False
+
+    def generation(self, option: Option) -> Generation:
+        """The description of an option, from the nearest tier that is the same for all ranks."""
+        shared: list[TierName] = [name for name in option.tiers if name != "cache"]
+        name = (*shared, *option.tiers)[0]
+        return Catalog(self.store(name)).find(folder=option.folder)
+
+    def caches(self, option: Option, rank: int, world_size: int) -> bool:
+        """Whether this node's cache has what this rank needs of a generation.
+
+        That is this rank's own share if there are as many ranks as when it was saved, and
+        everything otherwise.
+        """
+        store = self.cache
+        if store is None or "cache" not in option.tiers:
+            return False
+        try:
+            found = Catalog(store).find(folder=option.folder)
+            if found.manifest.attempt != option.attempt or "damaged" in found.tags:
+                return False
+            if found.manifest.world_size != world_size:
+                return lacks(store, found) is None
+            own = next(p for p in found.manifest.parts if p.name == part_name(rank, option.attempt))
+            files = [file.name for file in read_part(store, option.folder, own).files]
+            return lacks(store, found, files) is None
+        except (CkptError, OSError, StopIteration) as error:
+            logger.info("the cached copy of %s is not used: %s", option.folder, error)
+            return False
+
+    def drop_cached(self, folder: str) -> None:
+        """Forget this node's copy of a generation; a failure is a warning."""
+        if self.cache is None:
+            return
+        catalog = Catalog(self.cache)
+        try:
+            catalog.delete(catalog.find(folder=folder))
+        except GenerationNotFound:
+            return
+        except (CkptError, OSError) as error:
+            logger.warning("the cached copy of %s stays: %s", folder, error)
+
+    def retell(self, folders: Sequence[str]) -> None:
+        """Tags were changed in these folders: indexes of remote tiers must say so."""
+        for tier in self.tiers:
+            if tier.name != "cache":
+                refresh_index(tier.catalog, changed=folders)
+
+    def mark(self, held: Held, tag: str, reason: str) -> None:
+        """Tag a generation in every tier that all ranks share.
+
+        Raises:
+            StorageError: one of them refused.
+        """
+        for name in held.tiers:
+            if name != "cache":
+                update_tags(self.store(name), held.generation.folder, add={tag: reason})

@@ -1,0 +1,368 @@
+"""The save, top to bottom: take the state apart, agree, copy, fence, hand over.
+
+Knows slabs, plans and the writer's client. Knows nothing of how bytes become durable or of which
+generation a run starts from.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from torch_ckpt.config import Block, Config
+from torch_ckpt.errors import CkptError, SaveFailed, SaveSkipped, SnapshotTorn
+from torch_ckpt.generations.catalog import Generation
+from torch_ckpt.generations.retention import to_json
+from torch_ckpt.handover import Handover
+from torch_ckpt.manifest.attempts import Attempts
+from torch_ckpt.manifest.blocks import PAGE_BYTES
+from torch_ckpt.pending import PendingSave
+from torch_ckpt.sharding.agree import Agreement, Proposal, Ranks
+from torch_ckpt.sharding.differences import facts_of
+from torch_ckpt.sharding.plan import Plan, Planner, Survey
+from torch_ckpt.staging.ownership import Owned, Unchanged, expected_growth
+from torch_ckpt.staging.slab import Slab
+from torch_ckpt.staging.slots import Slots
+from torch_ckpt.staging.snapshot import Snapshot, Source
+from torch_ckpt.staging.tree import Flat, flatten
+from torch_ckpt.writer.job import Job
+
+logger = logging.getLogger(__name__)
+
+_DOCUMENT_SLACK_BYTES = 1 << 20
+_TENSOR = {torch.Tensor}
+_requires_grad = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a caller wants saved, and where."""
+
+    state: Any
+    step: int
+    block: Block
+    root: str
+    folder: str
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Mapping[str, str] = field(default_factory=dict)
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    named: bool = False
+    """Whether the caller chose the folder's name, and may choose a second one for the same step."""
+
+
+class Saver:
+    """Saves of one run by one rank."""
+
+    def __init__(self, config: Config, root: str, ranks: Ranks) -> None:
+        self._config, self._ranks = config, ranks
+        self._planner = Planner(ranks.rank, ranks.world_size)
+        self._attempts = Attempts()
+        self._slots = Slots(config.slabs)
+        self._copying: tuple[int, Snapshot, PendingSave] | None = None
+        self._unchanged = Unchanged()
+        self.handover = Handover(config, root, (ranks.rank, ranks.world_size), self._slots)
+        self.handover.on_failure = self._on_failure
+        self.run: str | None = None
+        self.parent: Mapping[str, Any] | None = None
+        """The generation this run resumed from."""
+        self.apart: frozenset[str] = frozenset()
+        """Folders of generations that were set aside or quarantined: they stay as they are."""
+
+    def prepare(self, state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Size the slabs for a state, touch their memory in the background, start the writer."""
+        self.settle()
+        try:
+            self.handover.start_writer()
+        except OSError as error:
+            logger.warning("no writer could be started, the first save tries again: %s", error)
+        flat = flatten(state, rank=self._ranks.rank)
+        size = self._planner.estimate(flat)
+        size += expected_growth([*optimizers, *flat.optimizers], flat)
+        for slab in self._slots.slabs:
+            slab.reserve(size + 2 * _DOCUMENT_SLACK_BYTES, pin=_any_cuda(flat))
+            slab.prefault()
+
+    def save(self, request: Request) -> PendingSave:
+        """Copy what may change soon, and return; see `Checkpointer.save`."""
+        self.settle()
+        began = time.monotonic()
+        flat, survey, refusal = self._take_apart(request)
+        waits = self._config.on_busy == "wait" and refusal is None
+        slab = self._slots.take() if waits else None
+        try:
+            agreement = self._agree(request, flat, survey, refusal)
+            request = self._clear_of_apart(request, agreement.attempt)
+            pending = PendingSave(
+                step=request.step, folder=request.folder, attempt=agreement.attempt
+            )
+            if agreement.busy:
+                return self._skip(pending, slab)
+            slab = slab or self._slots.take()
+            try:
+                plan = self._planner.plan(flat, self._ranks.exchange, afresh=agreement.stale)
+                self._copy(request, flat, plan, slab, pending)
+            except (OSError, MemoryError, RuntimeError) as error:
+                if isinstance(error, CkptError):
+                    raise
+                # Out of memory, descriptors, threads or processes: the next save may find them.
+                self.handover.refuse(pending, _not_copied(request.step, error))
+                if not self.handover.uses(slab.number):
+                    self._slots.release(slab.number)
+        except BaseException:
+            if slab is not None and not self.handover.uses(slab.number):
+                self._slots.release(slab.number)
+            raise
+        pending.blocked_s += time.monotonic() - began
+        return pending
+
+    def _take_apart(self, request: Request) -> tuple[Flat, Survey, Exception | None]:
+        """The flat state; an error is kept, so that the other ranks hear of it."""
+        try:
+            if self._config.on_error == "raise":
+                self.handover.raise_failure()
+            flat = flatten(request.state, rank=self._ranks.rank)
+            return flat, self._planner.survey(flat), None
+        except Exception as error:  # whatever a `state_dict` of the caller's raises
+            return Flat(), Survey((), ""), error
+
+    def _agree(
+        self, request: Request, flat: Flat, survey: Survey, refusal: Exception | None
+    ) -> Agreement:
+        if self.run is None:
+            self.run = self._ranks.share(self._attempts.new_run())
+        skips = self._config.on_busy == "skip" and not self._slots.any_free
+        agreement = self._ranks.agree(
+            Proposal(
+                step=request.step,
+                fingerprint=survey.fingerprint,
+                attempt=self._attempts.next(),
+                run=str(self.run),
+                folder=request.folder,
+                busy=skips,
+                refused=refusal is not None,
+                stale=self._planner.stale,
+                failed=tuple(self._attempts.failed),
+                facts=partial(facts_of, flat),
+            )
+        )
+        for attempt in agreement.failed:
+            reason = "its share failed on another rank"
+            self.handover.tell({"op": "abandon", "attempt": attempt, "reason": reason})
+        error = refusal or agreement.refusal
+        if error is not None:
+            raise error
+        return agreement
+
+    def _clear_of_apart(self, request: Request, attempt: str) -> Request:
+        """Save beside a generation that was set aside rather than over it."""
+        if request.folder not in self.apart:
+            return request
+        return replace(request, folder=f"{request.folder}-{attempt}")
+
+    def _skip(self, pending: PendingSave, slab: Slab | None) -> PendingSave:
+        if slab is not None:
+            self._slots.release(slab.number)
+        error = SaveSkipped(step=pending.step, reason="all slabs are still being written")
+        logger.warning("%s", error)
+        pending.become("skipped", error)
+        return pending
+
+    def _copy(
+        self, request: Request, flat: Flat, plan: Plan, slab: Slab, pending: PendingSave
+    ) -> None:
+        same_as = self._same_as(request, flat)
+        described = self._job(request, flat, plan, pending.attempt, same_as)
+        # Behind the tensors also for a second name: this may be the slab that holds the first.
+        start = -(-plan.raw_bytes // PAGE_BYTES) * PAGE_BYTES
+        slab.reserve(start + _DOCUMENT_SLACK_BYTES, pin=_any_cuda(flat))
+        eager, lazy = ([], []) if same_as else self._sources(request, flat, plan)
+        pending.bytes = plan.raw_bytes
+        snapshot = Snapshot(slab, eager, lazy)
+        job = self.handover.register(pending, slab, request.root)
+        # Before the hand-over, whose failure must find it to take it back.
+        if same_as is not None:
+            self._unchanged.rename(request.folder)
+        elif not request.named:
+            self._unchanged.forget()  # nothing refers to it by name, and remembering costs time
+        else:
+            self._unchanged.remember(
+                request.root, request.step, request.folder, flat, slab, [*eager, *lazy]
+            )
+
+        def hand_over() -> None:
+            # Last, and with an overlapped copy on its thread: training does not wait for it.
+            document = described.dump(plan.described_json)
+            slab.reserve(start + len(document) + _DOCUMENT_SLACK_BYTES)
+            slab.buffer[start : start + len(document)] = document
+            place = {"doc_start": start, "doc_bytes": len(document), "confirmed": not lazy}
+            self.handover.hand_over(job, place)
+
+        try:
+            snapshot.begin()
+            if lazy:
+                snapshot.start(hand_over)
+                self._copying = (job, snapshot, pending)
+            else:
+                snapshot.complete()
+                hand_over()
+        except BaseException as error:  # also an interrupt: whoever waits must not wait for ever
+            snapshot.abandon()  # first: a slab that is given back must not be written any more
+            self._copying = None
+            self.handover.discard(job, _not_copied(request.step, error))
+            raise
+
+    def _sources(
+        self, request: Request, flat: Flat, plan: Plan
+    ) -> tuple[list[Source], list[Source]]:
+        """What is copied now, and what may be copied until the fence."""
+        lives = [flat.tensors[name] for name in plan.names]
+        owned = [False] * len(lives)
+        if request.block == "copied":
+            owned = Owned([*request.optimizers, *flat.optimizers]).which(lives)
+        if not set(map(type, lives)) <= _TENSOR or any(map(_requires_grad, lives)):
+            # An alias of the storage: a framework may swap what a parameter points to.
+            lives = [live.detach() for live in lives]
+        for position, cut in plan.cuts.items():
+            lives[position] = lives[position].narrow(*cut)
+        sources = list(map(Source, plan.names, lives, plan.placed))
+        eager = [source for source, late in zip(sources, owned, strict=True) if not late]
+        lazy = [source for source, late in zip(sources, owned, strict=True) if late]
+        return eager, lazy
+
+    def _job(
+        self, request: Request, flat: Flat, plan: Plan, attempt: str, same_as: str | None
+    ) -> Job:
+        leads = self._ranks.rank == 0
+        return Job(
+            root=request.root,
+            folder=request.folder,
+            step=request.step,
+            attempt=attempt,
+            run=str(self.run),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            created=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            pieces=plan.described,
+            raw_bytes=plan.raw_bytes,
+            aliases={a: n for a, n in flat.aliases.items() if leads or n in flat.own},
+            tree=flat.tree if leads else None,
+            per_rank=flat.per_rank,
+            parent=self.parent,
+            mesh=list(plan.mesh) or None,
+            tags=request.tags,
+            metrics=request.metrics,
+            framework=self._config.framework,
+            keep=to_json(self._config.keep) if self._config.keep is not None else None,
+            same_as=same_as,
+            commit_timeout_s=self._config.commit_timeout_s,
+        )
+
+    def _same_as(self, request: Request, flat: Flat) -> str | None:
+        """The folder of the last save if this one is only another name for it."""
+        if self._ranks.world_size > 1:
+            return None
+        return self._unchanged.folder_of(request.root, request.step, request.folder, flat)
+
+    def settle(self) -> None:
+        """Complete a copy that goes on behind training, and vouch for it or discard it.
+
+        Cut short by an interrupt, it leaves the copy to the next call; called from within itself,
+        as by a signal handler, it does the whole.
+        """
+        copying = self._copying
+        if copying is None:
+            return
+        job, snapshot, pending = copying
+        began = time.monotonic()
+        failure: SaveFailed | None = None
+        try:
+            if moved := snapshot.complete():
+                failure = SnapshotTorn(step=pending.step, tensors=moved)
+        except RuntimeError as error:
+            failure = _not_copied(pending.step, error)
+        finally:
+            pending.blocked_s += time.monotonic() - began
+        if self._copying is not copying:
+            return
+        if failure is not None:
+            self.handover.discard(job, failure)
+        else:
+            self.handover.confirm(job)
+        self._copying = None
+
+    def wait_committed(self, pending: PendingSave) -> None:
+        """Wait; a failure is raised by the caller's choice, and stays on the pending save."""
+        try:
+            pending.wait()
+        except CkptError:
+            if self._config.mode == "async" or self._config.on_error == "raise":
+                self.handover.forgive()
+                raise
+
+    def inline_job(self, request: Request) -> tuple[Job, Flat, Plan]:
+        """A whole job for a save that interrupts another; touches nothing that one may hold."""
+        flat = flatten(request.state, rank=self._ranks.rank)
+        planner = Planner(0, 1)
+        planner.survey(flat)
+        plan = planner.plan(flat, lambda rows: [rows])
+        self.run = self.run or Attempts.new_run()
+        attempt = Attempts().next()
+        if self.handover.writes(request.folder):
+            # Each of two saves in one folder would take the other's files for leftovers.
+            request = replace(request, folder=f"{request.folder}-{attempt}")
+        else:
+            request = self._clear_of_apart(request, attempt)
+        job = self._job(request, flat, plan, attempt, None)
+        if self._config.promotes:  # only the writer knows what the archive has
+            job = replace(job, keep=None)
+        return job, flat, plan
+
+    def remove(self, root: str, folder: str) -> None:
+        """Queue a removal behind the saves so far."""
+        self.settle()
+        self._unchanged.forget()  # its files can get no second name
+        self.handover.remove(root, folder)
+
+    def go_on_from(self, generation: Generation | None, apart: Iterable[str]) -> None:
+        """The live state is that of a generation now; None for a fresh run.
+
+        `apart` are folders that saves leave as they are.
+        """
+        self.forget()
+        self.apart = frozenset(apart)
+        if generation is not None:
+            self.run = generation.manifest.run
+            self.parent = dict(zip(("step", "attempt"), generation.id, strict=True))
+
+    def forget(self) -> None:
+        """The live state was replaced: nothing of it is known to be saved."""
+        self._unchanged.forget()
+
+    def _on_failure(self, pending: PendingSave) -> None:
+        self._unchanged.forget()
+        self._attempts.failed.append(pending.attempt)
+
+    def close(self) -> None:
+        """Finish what was handed over, end the writer, free the slabs."""
+        self.settle()
+        self.handover.close()
+        self._slots.close()
+
+
+def _any_cuda(flat: Flat) -> bool:
+    return any(tensor.is_cuda for tensor in flat.tensors.values())
+
+
+def _not_copied(step: int, error: BaseException) -> SaveFailed:
+    cause = error.__cause__ or error
+    return SaveFailed(
+        step=step, reason=f"copying the state failed: {str(cause) or type(cause).__name__}"
+    )

@@ -1,0 +1,1 @@
+"""The state, flattened and copied into slabs. Knows torch; nothing of storage or ranks."""

@@ -1,0 +1,1 @@
+"""Bytes by name, in a folder of this host or behind an fsspec URL."""

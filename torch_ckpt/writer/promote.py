@@ -1,0 +1,194 @@
+"""One writer's part in bringing committed generations from the primary tier to the archive.
+
+The order is that of a save: shards, parts, and the manifest last, by rank 0, once all that it names
+is there. Every step looks first at what the archive has, so one that was cut anywhere is taken up
+again, by this writer or by one of a later run, and what arrived whole is not sent again. Knows
+stores and documents. Knows nothing of when, or of which generations are worth it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch_ckpt.errors import (
+    ArchiveTaken,
+    CkptError,
+    FormatError,
+    IntegrityError,
+    StorageError,
+    UnexpectedFile,
+)
+from torch_ckpt.generations.catalog import Catalog, Generation
+from torch_ckpt.generations.copy import copy_part, sizes_in
+from torch_ckpt.generations.index import forget
+from torch_ckpt.generations.litter import sweep
+from torch_ckpt.manifest.commit import publish_manifest, read_manifest, write_latest
+from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of
+from torch_ckpt.manifest.schema import Manifest
+from torch_ckpt.storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+_NOTE_LIMIT_BYTES = 4096
+
+
+class Promoter:
+    """Promotes one rank's shares; on rank 0 also commits them in the archive."""
+
+    def __init__(
+        self,
+        primary: Store,
+        archive: Store,
+        *,
+        rank: int,
+        world_size: int,
+        pace: Callable[[int], None],
+    ) -> None:
+        """`pace` is told of bytes before they are sent; it waits, or raises to end a promotion."""
+        self.primary, self.archive = primary, archive
+        self._rank, self._world_size, self._pace = rank, world_size, pace
+        self._claimed: set[str] = set()
+        self._littered: set[str] = set()
+        """Folders that hold files of another save, which the one that is promoted replaces."""
+
+    def claim(self, run: str) -> None:
+        """Make the archive this run's own; the first run that comes keeps it.
+
+        Raises:
+            ArchiveTaken: it is another run's.
+            StorageError: nobody can tell whose it is, or storage did not answer.
+        """
+        if run in self._claimed:
+            return
+        self.archive.make_folder("")
+        owner = owner_of(self.archive)
+        if owner is None and self._rank == 0:
+            owner = next((r for r in _runs_in(self.archive) if r != run), None)
+        if owner is None:
+            is_new = self.archive.put_new(RUN, document_of(run))
+            try:
+                owner = owner_of(self.archive)  # also ours, which a bad way may have changed
+            except StorageError:
+                owner = None
+            if is_new and owner != run:
+                self.archive.delete(RUN)
+                raise StorageError(f"{self.archive.url}/{RUN} did not arrive as it was sent")
+        if owner not in (None, run):
+            raise ArchiveTaken(archive=self.archive.url, owner=str(owner), run=run)
+        self._claimed.add(run)
+
+    def has(self, generation: Generation) -> bool:
+        """Whether the archive has committed this very generation."""
+        try:
+            there = read_manifest(self.archive, generation.folder)
+        except (FileNotFoundError, FormatError, IntegrityError):
+            return False  # what is damaged there is replaced
+        return (there.step, there.attempt) == generation.id
+
+    def send(self, generation: Generation) -> None:
+        """Send what this rank has to send of a generation, and the archive lacks.
+
+        Ranks of another world size share out the parts among them.
+        """
+        folder = generation.folder
+        self.archive.make_folder(folder)
+        there = self._there(generation)
+        for index, stored in enumerate(generation.manifest.parts):
+            if index % self._world_size == self._rank:
+                copy_part(self.primary, self.archive, folder, stored, there=there, pace=self._pace)
+
+    def complete(self, generation: Generation) -> bool:
+        """Whether the archive has all that the manifest names; one listing tells."""
+        manifest = generation.manifest
+        listed = sizes_in(self.archive, generation.folder)
+        attempts = {name: attempt_of(name) for name in listed}
+        there = {n: listed[n] for n, one in attempts.items() if one == manifest.attempt}
+        if any(one not in (None, manifest.attempt) for one in attempts.values()):
+            self._littered.add(generation.folder)
+        parts = {stored.name: stored.bytes for stored in manifest.parts}
+        if any(there.get(name) != size for name, size in parts.items()):
+            return False
+        shards = sum(size for name, size in there.items() if name not in parts)
+        return shards == manifest.bytes
+
+    def commit(self, generation: Generation) -> None:
+        """Publish the manifest in the archive: from now on the generation exists there."""
+        manifest = self._newest_manifest(generation)
+        forget(self.archive, [generation.folder])  # another one may have had this folder
+        publish_manifest(self.archive, generation.folder, manifest)
+        if self._is_newest(generation):
+            write_latest(self.archive, generation.folder)
+        if generation.folder in self._littered:
+            self._littered.discard(generation.folder)
+            sweep(self.archive, generation.folder, spare_attempts=())
+
+    def _is_newest(self, generation: Generation) -> bool:
+        """Whether `LATEST` should name it: what is promoted later may be older."""
+        try:
+            data = self.archive.get(LATEST, limit=_NOTE_LIMIT_BYTES)
+            folder = data.decode("utf-8", "surrogateescape").strip()
+            latest = Catalog(self.archive).read([folder]).get(folder)
+        except (CkptError, OSError):
+            return True
+        return latest is None or latest.set_apart or latest.step <= generation.step
+
+    def _newest_manifest(self, generation: Generation) -> Manifest:
+        """With the tags of now: a person may have tagged it meanwhile."""
+        try:
+            now = read_manifest(self.primary, generation.folder)
+        except FileNotFoundError:
+            return generation.manifest
+        return now if now.attempt == generation.manifest.attempt else generation.manifest
+
+    def _there(self, generation: Generation) -> dict[str, int]:
+        """The shards and parts of a generation that the archive has."""
+        return {
+            name: size
+            for name, size in sizes_in(self.archive, generation.folder).items()
+            if attempt_of(name) == generation.manifest.attempt
+        }
+
+    def tidy(self, folder: str = "", *, older_than_s: float = 0.0) -> None:
+        """Abort uploads that killed writers left under a folder, or anywhere if they are old."""
+        try:
+            aborted = self.archive.abort_uploads(folder, older_than_s=older_than_s)
+        except (CkptError, OSError) as error:
+            logger.debug("uploads left under %r stay: %s", folder, error)
+        else:
+            if aborted:
+                logger.info("aborted %d uploads that were left under %r", aborted, folder)
+
+
+def document_of(run: str) -> bytes:
+    """What `RUN.json` says."""
+    return json.dumps({"run": run}).encode("ascii")
+
+
+def _runs_in(archive: Store) -> set[str]:
+    """The runs whose generations an archive without a note has: it was filled by other means."""
+    return {one.manifest.run for one in Catalog(archive).committed()}
+
+
+def owner_of(archive: Store) -> str | None:
+    """The run that an archive says it belongs to; None if it does not say.
+
+    Raises:
+        StorageError: it says so in a way that nobody understands, or storage did not answer.
+    """
+    found: Any = None
+    with contextlib.suppress(UnexpectedFile, ValueError):
+        try:
+            found = json.loads(archive.get(RUN, limit=_NOTE_LIMIT_BYTES))
+        except FileNotFoundError:
+            return None
+    run = found.get("run") if isinstance(found, dict) else None
+    if isinstance(run, str):
+        return run
+    raise StorageError(
+        f"{archive.url}/{RUN} does not name the run whose archive this is: remove it if nothing "
+        "else is there, or give this run a prefix of its own"
+    )

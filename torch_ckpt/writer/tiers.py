@@ -1,0 +1,370 @@
+"""The other tiers of a run, served by one thread of its writer: the cache and the archive.
+
+Follows each save until it is committed, completes the node's cached copy, promotes what the archive
+should have, newest first, and lets the primary tier go of what has arrived. A tier that is down
+costs a line in the log a minute and a name in a list for each generation that waits. Knows stores
+and generations. Knows nothing of sockets, slabs or messages.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch_ckpt.errors import ArchiveTaken, CkptError, FormatError, IntegrityError
+from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
+from torch_ckpt.generations.index import write_index
+from torch_ckpt.generations.leaving import unwanted
+from torch_ckpt.generations.prune import prune
+from torch_ckpt.generations.retention import Retention, from_json
+from torch_ckpt.manifest.schema import Manifest
+from torch_ckpt.storage.limit import TokenBucket
+from torch_ckpt.storage.store import Store, open_store
+from torch_ckpt.writer.cache import Cache
+from torch_ckpt.writer.follow import Follower, generation_of
+from torch_ckpt.writer.job import Job
+from torch_ckpt.writer.promote import Promoter
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.05
+_POLL_S = 2.0
+"""How often a rank looks whether its peers have sent their shares."""
+_LONGEST_PAUSE_S = 60.0
+_SAY_EVERY_S = 60.0
+_ABANDONED_S = 86_400.0
+"""No upload of a shard takes a day: one that is so old was cut, and its generation is gone."""
+_TICK_S = 0.05
+_STOP_S = 3.0
+"""A promotion may be cut anywhere, and somebody may wait for this writer to end."""
+_REMEMBERED = 256
+"""Archived generations whose summaries are kept to judge the rest by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierOptions:
+    """What a writer is told of the tiers; fields as in `Config`."""
+
+    world_size: int
+    archive: str | None = None
+    archive_options: Mapping[str, Any] = field(default_factory=dict)
+    keep: Any = None
+    """The primary tier's rule as JSON; None drops nothing."""
+    keep_archive: Any = None
+    """The archive's rule as JSON; None keeps all."""
+    bandwidth_limit: float | None = None
+    timeout_s: float = 0.0
+    """How long to go on once the trainer has ended."""
+    cache: str | None = None
+
+
+class _Stopped(Exception):
+    """Raised in the middle of a promotion that must end now."""
+
+
+class Tiers:
+    """Serves the tiers beside the primary one for one rank."""
+
+    def __init__(
+        self,
+        options: TierOptions,
+        *,
+        rank: int,
+        primary: Callable[[], Store],
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`report` hears of generations that are archived, or never will be."""
+        self.options, self._rank = options, rank
+        self._open_primary, self._report = functools.cache(primary), report
+        self.cache = Cache(open_store(options.cache)) if options.cache is not None else None
+        self._keep = _rule(options.keep)
+        self._keep_archive = _rule(options.keep_archive)
+        self._promoter: Promoter | None = None
+        self._bucket = TokenBucket(options.bandwidth_limit)
+        self._known: dict[tuple[int, str], Generation] = {}
+        self._archived: set[tuple[int, str]] = set()
+        self._sent: set[tuple[int, str]] = set()
+        self._passed: set[tuple[int, str]] = set()
+        """Those that will never be archived, and why is said."""
+        self._refused: set[str] = set()
+        self._given_up: set[str] = set()
+        """Folders that the user removed before the archive had them."""
+        self._adopted = False
+        self._lock = threading.RLock()
+        self._pruning = threading.Lock()
+        self._wake, self._stopping, self._idle = (threading.Event() for _ in range(3))
+        self._said = float("-inf")
+        self._follower = Follower(
+            rank=rank,
+            primary=primary,
+            committed=self._learned,
+            gone=self._gone,
+            over=self._wake.set,
+        )
+        self._thread = threading.Thread(target=self._run, name="ckpt-tiers", daemon=True)
+        self._thread.start()
+
+    # What the writer says; from its own threads.
+
+    def voted(self, job: Job, manifest: Manifest, primary: Store) -> None:
+        """This rank's share of a save is durable; on rank 0 the generation is committed."""
+        with self._lock:
+            if self._rank == 0:
+                found = generation_of(primary, job.folder, manifest)
+                self._known[found.id] = found
+            self._follower.voted(job)
+            self._idle.clear()
+        self._wake.set()
+
+    def pinned(self, generation: Generation) -> str | None:
+        """Why the primary tier must not let go of a generation yet."""
+        if self.options.archive is None or generation.id in self._archived:
+            return None
+        with self._lock:
+            known = {**self._known, generation.id: generation}
+        if generation.id not in self._wanted(known):
+            return None  # the archive would drop it at once
+        return "the archive does not have it yet"
+
+    def prune_primary(self, primary: Store, rule: Retention, run: str) -> None:
+        """Let the primary tier go of what its rule drops and the archive has or does not want."""
+        with self._pruning:
+            prune(
+                Catalog(primary),
+                rule,
+                run=run,
+                pinned=self.pinned,
+                elsewhere=lambda one: one.id in self._archived,
+            )
+
+    def let_go(self, store: Store, folder: str, generation: Generation) -> bool:
+        """Whether a generation that the user gave up may be deleted now.
+
+        If not, it goes once the archive has it.
+        """
+        if store.url != self._open_primary().url or self.pinned(generation) is None:
+            return True
+        with self._lock:
+            self._given_up.add(folder)
+        return False
+
+    def finish(self, hurried: Callable[[], bool]) -> None:
+        """The trainer has ended: go on for a while, unless somebody waits for this writer."""
+        deadline = time.monotonic() + self.options.timeout_s
+        while not self._idle.is_set() and time.monotonic() < deadline and not hurried():
+            self._idle.wait(_TICK_S)
+        self._stopping.set()
+        self._wake.set()
+        self._follower.stop()
+        self._thread.join(_STOP_S)  # a request that hangs has a deadline of its own
+        if self.cache is not None:
+            self.cache.close()
+        waiting = [one.step for one in self._waiting()]
+        if waiting and self._rank == 0:
+            logger.warning(
+                "step %s is not in %s yet; the next run with this archive sends it",
+                ", ".join(map(str, waiting[:8])),
+                self.options.archive,
+            )
+
+    # The thread.
+
+    def _run(self) -> None:
+        pause, failures = _FIRST_PAUSE_S, 0
+        while not self._stopping.is_set():
+            try:
+                busy = self._round()
+                pause = min(pause * 2, _POLL_S) if busy else _LONGEST_PAUSE_S
+                failures = 0
+            except _Stopped:
+                return
+            except Exception as error:  # whatever a backend raises: the tiers must not be given up
+                failures += 1
+                pause = min(_LONGEST_PAUSE_S, 2.0 ** min(failures, 6)) * random.uniform(0.5, 1.0)
+                self._complain(error, pause)
+            if self._wake.wait(pause):
+                pause = _FIRST_PAUSE_S
+            self._wake.clear()
+
+    def _round(self) -> bool:
+        """Do what can be done now; whether more is to be done that somebody else must do first."""
+        primary = self._open_primary()
+        if self.options.archive is not None:
+            self._promote(primary)
+        with self._lock:
+            busy = self._follower.follows or bool(self._waiting())
+            if not busy:
+                self._idle.set()
+        return busy
+
+    def _learned(self, primary: Store, found: Generation) -> None:
+        """A save of this rank is committed."""
+        with self._lock:
+            self._known.setdefault(found.id, found)
+        self._wake.set()
+        if self.cache is not None:
+            self.cache.seal(primary, found)
+
+    def _gone(self, attempt: str) -> None:
+        if self._rank != 0:
+            reason = "it was not committed, or was removed before it was promoted"
+            self._report({"event": "archived", "attempt": attempt, "reason": reason})
+
+    def _promote(self, primary: Store) -> None:
+        promoter = self._promoter
+        if promoter is None:
+            archive = open_store(str(self.options.archive), self.options.archive_options)
+            promoter = self._promoter = Promoter(
+                primary,
+                archive,
+                rank=self._rank,
+                world_size=self.options.world_size,
+                pace=self._pace,
+            )
+        self._adopt(primary, promoter)
+        for one in self._waiting():
+            if self._stopping.is_set():
+                raise _Stopped
+            self._take_on(promoter, one)
+        self._forget()
+
+    def _adopt(self, primary: Store, promoter: Promoter) -> None:
+        """Once: take up what earlier runs committed and did not promote."""
+        if self._adopted:
+            return
+        found = {one.id: one for one in Catalog(primary).committed()}
+        with self._lock:
+            self._known = {**found, **self._known}
+        self._adopted = True
+        if self._rank == 0:
+            promoter.tidy(older_than_s=_ABANDONED_S)
+
+    def _take_on(self, promoter: Promoter, one: Generation) -> None:
+        """One generation: this rank's share, and on rank 0 the commit once all are there."""
+        try:
+            promoter.claim(one.manifest.run)
+        except ArchiveTaken as error:
+            if error.run not in self._refused:
+                self._refused.add(error.run)
+                logger.error("%s", error)
+                facts = {"archive": error.archive, "owner": error.owner, "run": error.run}
+                self._report({"event": "taken", **facts})
+            self._over(one, reason=str(error))
+            return
+        if one.id not in self._sent:
+            if promoter.has(one):
+                self._over(one)
+                return
+            try:
+                promoter.send(one)
+            except FileNotFoundError:
+                self._over(one, reason="it was removed before it was promoted")
+                return
+            except (IntegrityError, FormatError) as error:
+                logger.error("step %d is damaged and is not promoted: %s", one.step, error)
+                self._over(one, reason=f"it is damaged: {error}")
+                return
+            self._sent.add(one.id)
+        if self._rank != 0:
+            self._over(one)
+        elif promoter.complete(one):
+            promoter.commit(one)
+            promoter.tidy(one.folder)
+            self._over(one)
+            logger.info("step %d is archived in %s", one.step, promoter.archive.url)
+            self._prune(promoter, one.manifest.run)
+
+    def _prune(self, promoter: Promoter, run: str) -> None:
+        """Let both tiers go of what they may; a failure is a warning."""
+
+        def prune_archive(archive: Store) -> None:
+            if self._keep_archive is not None:
+                prune(Catalog(archive), self._keep_archive, run=run)
+            write_index(Catalog(archive))
+
+        def prune_primary(primary: Store) -> None:
+            if self._keep is not None:
+                self.prune_primary(primary, self._keep, run)
+
+        for store, duty in (
+            (promoter.archive, prune_archive),
+            (promoter.primary, prune_primary),
+        ):
+            try:
+                duty(store)
+            except (CkptError, OSError) as error:
+                logger.warning("%s was not pruned: %s", store.url, error)
+
+    def _pace(self, count: int) -> None:
+        """Called before bytes are sent."""
+        if self._stopping.wait(self._bucket.delay(count)):
+            raise _Stopped
+
+    # Who waits for what.
+
+    def _wanted(self, known: Mapping[tuple[int, str], Generation]) -> set[tuple[int, str]]:
+        """The ids that the archive's rule keeps, were they all there."""
+        if self._keep_archive is None:
+            return set(known)
+        return set(known) - unwanted(self._keep_archive, list(known.values()))
+
+    def _waiting(self) -> list[Generation]:
+        """Committed and wanted in the archive, and not there: newest first.
+
+        What is damaged is sent to nobody; what was set aside is, since it is kept as it is.
+        """
+        if self.options.archive is None:
+            return []
+        known = dict(self._known)
+        wanted = self._wanted(known)
+        over = self._archived | self._passed
+        for key in known.keys() - wanted - over:
+            self._over(known[key], reason="the archive's rule does not keep it")
+        found = [known[key] for key in wanted - over if "damaged" not in known[key].tags]
+        return sorted(found, key=newest_first)
+
+    def _over(self, one: Generation, reason: str | None = None) -> None:
+        """A generation is archived as far as this rank can tell, or never will be."""
+        with self._lock:
+            (self._archived if reason is None else self._passed).add(one.id)
+            self._sent.discard(one.id)
+            # A summary stays, to judge others by.
+            self._known[one.id] = replace(one, manifest=replace(one.manifest, parts=()))
+        self._report({"event": "archived", "attempt": one.manifest.attempt, "reason": reason})
+        if one.folder in self._given_up and reason is None:
+            self._given_up.discard(one.folder)
+            try:
+                Catalog(self._open_primary()).delete(one)
+            except (CkptError, OSError) as error:
+                logger.warning("%s was given up and stays: %s", one.url, error)
+
+    def _forget(self) -> None:
+        """Keep what is needed to judge by: in a long run that is not everything."""
+        with self._lock:
+            over = [key for key in sorted(self._known) if key in self._archived | self._passed]
+            for key in over[:-_REMEMBERED]:
+                self._known.pop(key, None)
+                self._passed.discard(key)
+
+    def _complain(self, error: Exception, pause_s: float) -> None:
+        now = time.monotonic()
+        if now - self._said < _SAY_EVERY_S:
+            return
+        self._said = now
+        logger.warning(
+            "%d generations wait for %s, which does not take them (%s); trying again in %.0f s",
+            len(self._waiting()),
+            self.options.archive or self.options.cache,
+            error,
+            pause_s,
+        )
+
+
+def _rule(document: Any) -> Retention | None:
+    return None if document is None else from_json(document)
