@@ -35,8 +35,10 @@ def restarts(folder: Path, label: str, size: int, server: dict[str, Any]) -> dic
         "options": server["options"],
         "bytes": size,
     }
+    writers: set[int] = set()
     with _trainer(job, folder / "first.log") as trainer:
         _line(trainer, "kept")
+        writers |= _children(trainer)
         killed = _kill(trainer)
     found: dict[str, Any] = {}
     for tier in ("cache", "primary", "archive"):
@@ -54,7 +56,9 @@ def restarts(folder: Path, label: str, size: int, server: dict[str, Any]) -> dic
                 "seconds": line["at"] - killed,
                 **{name: line[name] for name in ("step", "start_s", "resume_s", "step_s")},
             }
+            writers |= _children(trainer)
             killed = _kill(trainer)
+    _await_end(writers)  # their archive is about to be stopped
     return found
 
 
@@ -87,6 +91,20 @@ def _line(process: subprocess.Popen[str], wanted: str) -> dict[str, Any]:
         if time.monotonic() > deadline:
             break
     raise RuntimeError(f"the training process did not come to {wanted!r}")
+
+
+def _children(process: subprocess.Popen[str]) -> set[int]:
+    """The writer of a training process, which outlives it."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def _await_end(pids: set[int]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes {left} went on for {PATIENCE_S:.0f} s after the kills")
+        time.sleep(0.05)
 
 
 def _kill(process: subprocess.Popen[str]) -> float:

@@ -86,6 +86,8 @@ class Tiers:
         self._keep = _rule(options.keep)
         self._keep_archive = _rule(options.keep_archive)
         self._promoter: Promoter | None = None
+        self._untidy: Promoter | None = None
+        """One whose archive may hold what killed writers left."""
         self._bucket = TokenBucket(options.bandwidth_limit)
         self._known: dict[tuple[int, str], Generation] = {}
         self._archived: set[tuple[int, str]] = set()
@@ -201,6 +203,7 @@ class Tiers:
             busy = self._follower.follows or bool(self._waiting())
             if not busy:
                 self._idle.set()
+        self._tidy()
         return busy
 
     def _learned(self, primary: Store, found: Generation) -> None:
@@ -220,7 +223,7 @@ class Tiers:
         promoter = self._promoter
         if promoter is None:
             archive = open_store(str(self.options.archive), self.options.archive_options)
-            promoter = self._promoter = Promoter(
+            promoter = self._promoter = self._untidy = Promoter(
                 primary,
                 archive,
                 rank=self._rank,
@@ -242,7 +245,11 @@ class Tiers:
         with self._lock:
             self._known = {**found, **self._known}
         self._adopted = True
-        if self._rank == 0:
+
+    def _tidy(self) -> None:
+        """Once, and last: nobody waits for it, and an archive that is down takes its time."""
+        promoter, self._untidy = self._untidy, None
+        if promoter is not None and self._rank == 0:
             promoter.tidy(older_than_s=_ABANDONED_S)
 
     def _take_on(self, promoter: Promoter, one: Generation) -> None:
