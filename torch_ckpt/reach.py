@@ -13,7 +13,15 @@ from torch_ckpt.errors import CkptError, GenerationNotFound, StorageError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import lacks
 from torch_ckpt.generations.index import refresh_index
-from torch_ckpt.generations.tiers import Held, Survey, Tier, TierName, survey
+from torch_ckpt.generations.tiers import (
+    Enough,
+    Held,
+    Survey,
+    Tier,
+    TierName,
+    answer_in_time,
+    survey,
+)
 from torch_ckpt.manifest.commit import read_part, update_tags
 from torch_ckpt.manifest.layout import part_name
 from torch_ckpt.storage.store import Store
@@ -56,17 +64,18 @@ class Reach:
         """The store of a tier."""
         return self._stores[name]
 
-    def look(self) -> Survey:
+    def look(self, enough: Enough | None = None) -> Survey:
         """What the tiers hold.
 
         A cache or an archive that does not answer is passed over while another tier has something:
-        an archive has nothing newer than the primary tier, unless that was lost.
+        an archive has nothing newer than the primary tier, unless that was lost. With `enough` it
+        is passed over sooner (`survey`).
 
         Raises:
             StorageError: the primary tier did not answer; or the archive, and there is nothing
                 elsewhere, which is no proof that the run is a fresh one.
         """
-        found = survey(self.tiers)
+        found = survey(self.tiers, enough=enough)
         for name, reason in found.unreachable.items():
             if name == "primary" or (name == "archive" and not found.held):
                 raise StorageError(f"the {name} tier does not answer: {reason}")
@@ -107,10 +116,14 @@ class Reach:
         raise refusal or GenerationNotFound(f"no generation in {self.names}")
 
     def _has(self, tier: Tier, generation: Generation) -> bool:
+        def find() -> Generation:
+            return tier.catalog.find(folder=generation.folder)
+
         try:
-            return tier.catalog.find(folder=generation.folder).id == generation.id
+            found = find() if tier.name == "primary" else answer_in_time(find)
         except (GenerationNotFound, CkptError):
-            return False
+            return False  # the generation is read where it was found
+        return found.id == generation.id
 
     def generation(self, option: Option) -> Generation:
         """The description of an option, from the nearest tier that is the same for all ranks."""

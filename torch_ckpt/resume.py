@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from torch_ckpt.candidate import DAMAGE, MALFORMED, Candidate
@@ -24,7 +25,7 @@ from torch_ckpt.errors import (
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.choose import choose
 from torch_ckpt.generations.retention import SET_APART
-from torch_ckpt.generations.tiers import TierName
+from torch_ckpt.generations.tiers import Survey, TierName
 from torch_ckpt.generations.warm import Warming
 from torch_ckpt.load import Opened, Reads, fit
 from torch_ckpt.manifest.commit import update_tags
@@ -126,7 +127,7 @@ class Resumer:
         return answer
 
     def _look(self, step: int | None) -> Choice:
-        survey = self._reach.look()
+        survey = self._reach.look(enough=partial(_will_do, step=step))
         committed = survey.generations
         apart = [one for one in committed if one.set_apart]
         held = {(one.generation.folder, one.generation.id): one for one in survey.held}
@@ -355,3 +356,14 @@ class Resumer:
     def _say(self, generation: Generation, step: int | None) -> None:
         how = "as asked" if step is not None else "the newest usable generation"
         logger.info("resumed step %d from %s (%s)", generation.step, generation.url, how)
+
+
+def _will_do(survey: Survey, *, step: int | None) -> bool:
+    """Whether a run can start from what is known, though a tier has not answered.
+
+    Not past damage: that tier may have a sound copy of what is damaged elsewhere.
+    """
+    best = next(iter(choose(survey.generations, step)), None)
+    if best is None or best.set_apart or survey.damaged:
+        return False
+    return not any("damaged" in one.tags and one.step >= best.step for one in survey.generations)

@@ -22,6 +22,7 @@ from tests.s3.rules import (
     Reset,
     Stall,
 )
+from torch_ckpt.generations.tiers import PATIENCE_S
 
 SMALL = 2000
 QUICK = {"config_kwargs": {"read_timeout": 2}}
@@ -107,6 +108,22 @@ def test_an_archive_that_is_down_costs_a_line_and_a_little_memory(run: Run) -> N
     end(trainer)
     assert run.own_steps() == [15]
     run.assert_sound()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [SLOW_DOWN, Stall(seconds=100)], ids=["503", "stalled"])
+def test_a_run_whose_root_has_enough_does_not_wait_for_an_archive_that_is_down(
+    run: Run, fault: Fault
+) -> None:
+    run.train(1, size=SMALL)
+    rule = run.proxy.on(fault, times=math.inf)
+    trainer, said = run.start(size=SMALL, archive_timeout_s=0)
+    assert (said["step"], said["differs"]) == (1, [])
+    assert said["took_s"] < PATIENCE_S + 5
+    assert any("no sign of life" in line for line in said["log"])
+    assert rule.struck
+    rule.times = 0
+    end(trainer)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,6 +135,61 @@ def test_a_tier_that_does_not_answer_is_unreachable_and_not_empty(roots: Roots) 
         found = survey([Tier(name="primary", store=roots.primary), *tier_of("archive", archive)])
         assert held(found) == [(1, ["primary"])]
         assert found.unreachable == {"archive": "503 slow down"}
+
+
+def stuck(store: Store, *operations: str) -> Iterator[FaultyStore]:
+    """A store that holds operations until the test is over."""
+    held = FaultyStore(store)
+    held.block(*operations)
+    yield held
+    held.release()
+
+
+@pytest.fixture
+def stuck_archive(roots: Roots) -> Iterator[FaultyStore]:
+    yield from stuck(roots.archive)
+
+
+@pytest.fixture
+def slow_archive(roots: Roots) -> Iterator[FaultyStore]:
+    yield from stuck(roots.archive, "folders")
+
+
+def any_usable(found: Survey) -> bool:
+    return bool(choose(found.generations))
+
+
+def test_a_tier_that_is_silent_is_not_waited_for_where_others_have_enough(
+    roots: Roots, stuck_archive: FaultyStore
+) -> None:
+    roots.commit(1, "primary", "archive")
+    tiers = [Tier(name="primary", store=roots.primary), *tier_of("archive", stuck_archive)]
+    found = survey(tiers, enough=any_usable, patience_s=0.1)
+    assert held(found) == [(1, ["primary"])]
+    assert found.unreachable == {"archive": "it gave no sign of life for 0.1 s"}
+
+
+def test_a_tier_that_is_silent_is_waited_for_where_others_have_nothing(
+    roots: Roots, stuck_archive: FaultyStore
+) -> None:
+    roots.commit(1, "archive")
+    tiers = [Tier(name="primary", store=roots.primary), *tier_of("archive", stuck_archive)]
+    release = threading.Timer(0.5, stuck_archive.release)
+    release.start()
+    found = survey(tiers, enough=any_usable, patience_s=0.1)
+    release.join()
+    assert held(found) == [(1, ["archive"])]
+    assert found.unreachable == {}
+
+
+def test_a_tier_that_is_slow_to_list_is_waited_for(roots: Roots, slow_archive: FaultyStore) -> None:
+    roots.commit(1, "primary")
+    roots.commit(2, "archive")
+    tiers = [Tier(name="primary", store=roots.primary), *tier_of("archive", slow_archive)]
+    release = threading.Timer(0.5, slow_archive.release)
+    release.start()
+    assert held(survey(tiers, enough=any_usable, patience_s=0.1))[0] == (2, ["archive"])
+    release.join()
 
 
 def test_a_broken_manifest_in_one_tier_leaves_the_copy_in_the_other(roots: Roots) -> None:
