@@ -125,8 +125,9 @@ def _slices(block: memoryview) -> bytes:
     block = block.cast("B")
     if len(block) <= SAMPLES * SAMPLE_BYTES:
         return bytes(block)
-    gap = (len(block) - SAMPLE_BYTES) // (SAMPLES - 1) // ALIGNED_BYTES * ALIGNED_BYTES
-    starts = range(0, SAMPLES * gap, gap)
+    part = len(block) / SAMPLES
+    starts = [int(part * i + (part - SAMPLE_BYTES) / 2) for i in range(SAMPLES)]
+    starts = [start // ALIGNED_BYTES * ALIGNED_BYTES for start in starts]
     return b"".join(block[start : start + SAMPLE_BYTES] for start in starts)
 
 

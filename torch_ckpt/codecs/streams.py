@@ -198,6 +198,13 @@ def join(planes: Sequence[Bytes], words: Words) -> None:
         columns[:, index] = plane
 
 
+def joined(planes: Sequence[Bytes], dtype: np.dtype) -> Words:
+    """Words of their own, put together from byte planes."""
+    words = np.empty(len(planes[0]), dtype)
+    join(planes, words)
+    return words
+
+
 def word_array(block: memoryview, word: int) -> tuple[Words, memoryview]:
     """A block as little-endian words, without a copy, and the bytes that are no whole word."""
     block = block.cast("B")
