@@ -218,13 +218,18 @@ def _send(
             passage = Passage(source, folder, part, number)
             read = passage.read if pace is None else _paced(passage.read, pace)
             target.upload(f"{folder}/{shard.name}", shard.bytes, read)
-            _read_back(arrived, number)
         except (IntegrityError, FormatError) as error:
             if last:
                 raise
             logger.warning("read once more: %s", error)
-        else:
+            continue
+        if (fault := _fault_in(arrived, number)) is None:
             return
+        if last:
+            # It has the right size, so the next try would take it for one that arrived.
+            target.delete(f"{folder}/{shard.name}")
+            raise StorageError(f"what was sent did not arrive, and was removed: {fault}")
+        logger.warning("sent once more: %s", fault)
 
 
 def _paced(read: Read, pace: Pace) -> Read:
@@ -235,15 +240,15 @@ def _paced(read: Read, pace: Pace) -> Read:
     return paced
 
 
-def _read_back(reader: BlockReader, number: int) -> None:
-    """Compare a few blocks of what arrived: not every server checks what it is sent.
-
-    Raises:
-        IntegrityError: one is not what was sent.
-    """
+def _fault_in(reader: BlockReader, number: int) -> str | None:
+    """What is wrong with a few blocks of what arrived: not every server checks what it is sent."""
     blocks = [i for i, block in enumerate(reader.part.blocks) if block.file == number]
-    for index in {*blocks[:1], *blocks[-1:], *random.sample(blocks, min(1, len(blocks)))}:
-        reader.read_stored(index, memoryview(bytearray(reader.part.blocks[index].bytes)))
+    try:
+        for index in {*blocks[:1], *blocks[-1:], *random.sample(blocks, min(1, len(blocks)))}:
+            reader.read_stored(index, memoryview(bytearray(reader.part.blocks[index].bytes)))
+    except (IntegrityError, FileNotFoundError) as error:
+        return str(error)
+    return None
 
 
 def _manifest_in(store: Store, folder: str) -> Manifest | None:

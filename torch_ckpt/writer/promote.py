@@ -23,7 +23,7 @@ from torch_ckpt.errors import (
     UnexpectedFile,
 )
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.generations.copy import copy_part, sizes_in
+from torch_ckpt.generations.copy import copy_part, lacks, sizes_in
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.manifest.commit import publish_manifest, read_manifest, write_latest
@@ -34,6 +34,14 @@ from torch_ckpt.storage.store import Store
 logger = logging.getLogger(__name__)
 
 _NOTE_LIMIT_BYTES = 4096
+
+
+class PromotionRefused(Exception):
+    """A generation that will never be archived, and why; `damage` is for a person to know of."""
+
+    def __init__(self, reason: str, *, damage: bool) -> None:
+        super().__init__(reason)
+        self.damage = damage
 
 
 class Promoter:
@@ -93,13 +101,36 @@ class Promoter:
         """Send what this rank has to send of a generation, and the archive lacks.
 
         Ranks of another world size share out the parts among them.
+
+        Raises:
+            PromotionRefused: the primary tier does not have it whole any more.
+            StorageError: a tier did not do what it was asked.
         """
         folder = generation.folder
-        self.archive.make_folder(folder)
-        there = self._there(generation)
-        for index, stored in enumerate(generation.manifest.parts):
-            if index % self._world_size == self._rank:
-                copy_part(self.primary, self.archive, folder, stored, there=there, pace=self._pace)
+        try:
+            self.archive.make_folder(folder)
+            there = self._there(generation)
+            for index, stored in enumerate(generation.manifest.parts):
+                if index % self._world_size == self._rank:
+                    copy_part(
+                        self.primary, self.archive, folder, stored, there=there, pace=self._pace
+                    )
+        except (IntegrityError, FormatError) as error:
+            raise PromotionRefused(str(error), damage=True) from error
+        except FileNotFoundError as error:
+            self._insist_on(generation)
+            raise StorageError(f"{self.archive.url} lost what it was sent: {error}") from error
+
+    def _insist_on(self, generation: Generation) -> None:
+        """Raise PromotionRefused unless the primary tier has a generation whole."""
+        try:
+            now = read_manifest(self.primary, generation.folder)
+        except (FileNotFoundError, FormatError, IntegrityError):
+            now = None
+        if now is None or (now.step, now.attempt) != generation.id:
+            raise PromotionRefused("it was removed before it was promoted", damage=False)
+        if (missing := lacks(self.primary, generation)) is not None:
+            raise PromotionRefused(missing, damage=True)
 
     def complete(self, generation: Generation) -> bool:
         """Whether the archive has all that the manifest names; one listing tells."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch_ckpt.errors import ArchiveTaken, CkptError, FormatError, IntegrityError
+from torch_ckpt.errors import ArchiveTaken, CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
 from torch_ckpt.generations.index import write_index
 from torch_ckpt.generations.leaving import unwanted
@@ -29,7 +29,8 @@ from torch_ckpt.storage.store import Store, open_store
 from torch_ckpt.writer.cache import Cache
 from torch_ckpt.writer.follow import Follower, generation_of
 from torch_ckpt.writer.job import Job
-from torch_ckpt.writer.promote import Promoter
+from torch_ckpt.writer.promote import Promoter, PromotionRefused
+from torch_ckpt.writer.setbacks import Setbacks
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class Tiers:
         self._sent: set[tuple[int, str]] = set()
         self._passed: set[tuple[int, str]] = set()
         """Those that will never be archived, and why is said."""
+        self._setbacks = Setbacks()
         self._refused: set[str] = set()
         self._given_up: set[str] = set()
         """Folders that the user removed before the archive had them."""
@@ -231,11 +233,21 @@ class Tiers:
                 pace=self._pace,
             )
         self._adopt(primary, promoter)
-        for one in self._waiting():
+        for one in self._setbacks.begin(self._waiting()):
             if self._stopping.is_set():
                 raise _Stopped
-            self._take_on(promoter, one)
+            try:
+                self._take_on(promoter, one)
+            except _Stopped:
+                raise
+            except Exception as error:  # whatever a backend raises: the others have their turn
+                if self._setbacks.failed(one, error):
+                    break
+            else:
+                self._setbacks.went()
         self._forget()
+        if (held_back := self._setbacks.end()) is not None:
+            self._complain(*held_back)
 
     def _adopt(self, primary: Store, promoter: Promoter) -> None:
         """Once: take up what earlier runs committed and did not promote."""
@@ -270,12 +282,12 @@ class Tiers:
                 return
             try:
                 promoter.send(one)
-            except FileNotFoundError:
-                self._over(one, reason="it was removed before it was promoted")
-                return
-            except (IntegrityError, FormatError) as error:
-                logger.error("step %d is damaged and is not promoted: %s", one.step, error)
-                self._over(one, reason=f"it is damaged: {error}")
+            except PromotionRefused as refusal:
+                if refusal.damage:
+                    logger.error("step %d is damaged and is not promoted: %s", one.step, refusal)
+                self._over(
+                    one, reason=f"it is damaged: {refusal}" if refusal.damage else f"{refusal}"
+                )
                 return
             self._sent.add(one.id)
         if self._rank != 0:
@@ -341,6 +353,7 @@ class Tiers:
         with self._lock:
             (self._archived if reason is None else self._passed).add(one.id)
             self._sent.discard(one.id)
+            self._setbacks.over(one.id)
             # A summary stays, to judge others by.
             self._known[one.id] = replace(one, manifest=replace(one.manifest, parts=()))
         self._report({"event": "archived", "attempt": one.manifest.attempt, "reason": reason})
@@ -365,7 +378,7 @@ class Tiers:
             return
         self._said = now
         logger.warning(
-            "%d generations wait for %s, which does not take them (%s); trying again in %.0f s",
+            "%d generations wait for %s, which does not take them all (%s); trying again in %.0f s",
             len(self._waiting()),
             self.options.archive or self.options.cache,
             error,

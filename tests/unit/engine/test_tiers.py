@@ -153,6 +153,24 @@ def test_nothing_leaves_the_root_before_the_archive_has_it(
     assert steps_in(tmp_path / "root") == [4]
 
 
+def test_one_generation_that_is_never_taken_holds_up_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    in_the_way = tmp_path / "archive" / "step-0000000002"
+    in_the_way.parent.mkdir()
+    in_the_way.write_text("not a folder")
+    with caplog.at_level(logging.WARNING), tiers(tmp_path) as checkpointer:
+        saves = [checkpointer.save(state_of(step), step, block="committed") for step in (1, 2, 3)]
+        for held_up in (saves[0], saves[2]):
+            held_up.wait("archived", 60)
+        assert checkpointer.archive_lag == 1
+        assert steps_in(tmp_path / "root") == [2, 3]
+        in_the_way.unlink()
+        saves[1].wait("archived", 60)
+    assert steps_in(tmp_path / "archive") == [1, 2, 3]
+    assert len([line for line in caplog.messages if "wait for" in line]) == 1
+
+
 def test_what_the_archive_would_drop_at_once_does_not_fill_the_root(tmp_path: Path) -> None:
     (tmp_path / "archive").write_text("down")
     options = {"archive_timeout_s": 0, "keep_archive": KeepLast(2) | KeepEvery(4)}

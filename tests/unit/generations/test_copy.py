@@ -156,6 +156,19 @@ def test_a_bit_that_flipped_on_the_way_is_read_again(
     assert verify(target, one).ok
 
 
+def test_what_arrived_damaged_is_not_there_and_no_damage_of_the_source(
+    source: LocalStore, target: FaultyStore
+) -> None:
+    one = samples.commit(source, 7)
+    bad = Flipping(target)
+    bad.left = 100
+    with pytest.raises(StorageError, match="did not arrive"):
+        copy_generation(source, bad, one)
+    assert not [name for name in contents(target, one.folder) if "safetensors" in name]
+    copy_generation(source, target, one)
+    assert verify(target, one).ok
+
+
 def test_an_earlier_generation_in_the_folder_is_replaced(
     source: LocalStore, target: FaultyStore
 ) -> None:
