@@ -2,5 +2,6 @@
 
 from torch_ckpt.codecs.codec import Codec, CodecError
 from torch_ckpt.codecs.names import NAMES, codec_named
+from torch_ckpt.codecs.residual import LossyDelta
 
-__all__ = ["NAMES", "Codec", "CodecError", "codec_named"]
+__all__ = ["NAMES", "Codec", "CodecError", "LossyDelta", "codec_named"]

@@ -95,13 +95,13 @@ class Fp8(Codec):
         out = floats.spread(escaped, count) if escaped.any() else None
         exact = 0 if out is None else int(np.count_nonzero(out))
         codes = cursor.plane(count - exact)
-        planes = [cursor.plane(exact) for _ in range(itemsize)]
+        kept = cursor.words(exact, itemsize)
         block = memoryview(bytearray(raw_bytes))
         words = np.frombuffer(block, f"<u{itemsize}", count)
         if out is None:
             self._decode_into(words, codes, scales, kind)
         else:
-            words[out] = streams.joined(planes, words.dtype)
+            words[out] = kept
             all_codes = np.zeros(count, np.uint8)
             all_codes[~out] = codes
             coded = np.empty_like(words)

@@ -6,8 +6,11 @@ from torch_ckpt.codecs.codec import Codec
 from torch_ckpt.codecs.delta import Delta
 from torch_ckpt.codecs.fp8 import Fp8, Fp8Sqrt
 from torch_ckpt.codecs.planes import Planes
+from torch_ckpt.codecs.residual import LossyDelta
 
-_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Planes(), Delta(), Fp8(), Fp8Sqrt())}
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (Planes(), Delta(), Fp8(), Fp8Sqrt(), LossyDelta())
+}
 
 NAMES: tuple[str, ...] = tuple(_CODECS)
 """Every codec that this release reads; `raw` is none."""

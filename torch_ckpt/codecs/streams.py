@@ -127,6 +127,11 @@ class Cursor:
             return np.frombuffer(_decompress(piece, size), np.uint8)
         raise CodecError(f"a plane of {size} bytes is stored in {stored} bytes as kind {kind}")
 
+    def words(self, count: int, size: int) -> Words:
+        """The next `size` planes as words of that many bytes, in memory of their own."""
+        planes = [self.plane(count) for _ in range(size)]
+        return joined(planes, np.dtype(f"<u{size}"))
+
     def finish(self) -> None:
         """Refuse what follows the end of the stream."""
         if left := len(self._stored) - self._at:
