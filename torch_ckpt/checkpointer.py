@@ -382,7 +382,7 @@ class Checkpointer:
                 "checkpointer on several ranks; save after it has returned"
             )
         job, flat, plan = self._saver.inline_job(request)
-        pending = save_inline(job, flat, plan, self._places.store_at(request.root))
+        pending = save_inline(job, flat, plan, self._places.store_at(request.root), self._config)
         pending.reread = lambda: self._places.generation(request.root, job.folder)
         return pending
 

@@ -111,6 +111,17 @@ class Config:
         """Whether what is committed goes on to an archive, rather than only coming from one."""
         return self.archive is not None and not self.archive.startswith(_READ_ONLY)
 
+    def unarchived(self, *, elsewhere: bool) -> str | None:
+        """Why a save will never come into an archive; None if it will.
+
+        `elsewhere` says that it is not under the run's root.
+        """
+        if self.archive is None:
+            return "this run has no archive"
+        if not self.promotes:
+            return "an archive over HTTP is only read"
+        return "what is saved into a folder outside the root is not archived" if elsewhere else None
+
     def block(self, asked: Block | None) -> Block:
         """When a save returns that was asked to return at `asked`.
 

@@ -100,8 +100,7 @@ class Handover:
         """Begin a job: the writer can map its slab, and its outcome will reach `pending`."""
         self._insist(lambda client: _attach(client, slab))
         job = self._next_job()
-        if self._config.promotes and root == self._root:
-            pending.expect_archive()
+        pending.unarchived = self._config.unarchived(elsewhere=root != self._root)
         with self._changed:
             self._running[job] = Running(pending=pending, memory=slab)
         return job

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from torch_ckpt.config import Config
 from torch_ckpt.manifest.blocks import PAGE_BYTES
 from torch_ckpt.pending import PendingSave
 from torch_ckpt.sharding.plan import Plan
@@ -24,7 +25,7 @@ from torch_ckpt.writer.persist import Watch, persist
 _THREADS = 4
 
 
-def save_inline(job: Job, flat: Flat, plan: Plan, store: Store) -> PendingSave:
+def save_inline(job: Job, flat: Flat, plan: Plan, store: Store, config: Config) -> PendingSave:
     """Copy, write and commit before returning; a save that is over.
 
     Raises:
@@ -46,5 +47,7 @@ def save_inline(job: Job, flat: Flat, plan: Plan, store: Store) -> PendingSave:
         persist(job, memoryview(memory), store, pool, watch)
     pending = PendingSave(step=job.step, folder=job.folder, attempt=job.attempt)
     pending.bytes = plan.raw_bytes
+    by_others = "it was saved from inside another call; the next run with this archive sends it"
+    pending.unarchived = config.unarchived(elsewhere=False) or by_others
     pending.become("committed")
     return pending

@@ -85,10 +85,6 @@ class PendingSave:
             return self.archived is not None or self.unarchived is not None
         return self.done or (until == "staged" and self.state == "staged")
 
-    def expect_archive(self) -> None:
-        """It will come into an archive, sooner or later."""
-        self.unarchived = None
-
     def is_archived(self, unarchived: str | None = None) -> None:
         """The archive has it, or never will; wakes whoever waits."""
         with self._changed:
@@ -101,4 +97,6 @@ class PendingSave:
         with self._changed:
             if not self.done:
                 self.state, self.error = state, error
+                if error is not None:
+                    self.unarchived = f"it was not committed: {error.reason}"
             self._changed.notify_all()

@@ -12,7 +12,7 @@ from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.tiers import Tier
 from torch_ckpt.reach import Reach
-from torch_ckpt.storage.store import Store, open_store
+from torch_ckpt.storage.store import Store, open_beside, open_store
 
 
 class Places:
@@ -56,7 +56,9 @@ class Places:
 
     def store_at(self, root: str) -> Store:
         """The store of a root."""
-        return self.store if root == self.store.url else open_store(root, self._options)
+        if root == self.store.url:
+            return self.store
+        return open_beside(root, self.store.url, self._options)
 
     def generation(self, root: str, folder: str) -> Generation:
         """The generation in a folder.

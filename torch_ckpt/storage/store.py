@@ -178,6 +178,30 @@ def open_store(
     return LocalStore(path, striping_from(url, storage_options))
 
 
+_SAME_CLOUD = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}
+
+
+def open_beside(
+    url: str | os.PathLike[str], root: str, storage_options: Mapping[str, Any] | None
+) -> Store:
+    """The store at a path or URL, with the options of `root` if it is a place of the same kind.
+
+    Options of another kind of place would be refused there, or tell it somebody else's password.
+
+    Raises:
+        ConfigError: as `open_store`.
+    """
+    return open_store(url, storage_options if _kind(os.fspath(url)) == _kind(root) else None)
+
+
+def _kind(url: str) -> str:
+    scheme = _SCHEME.match(url)
+    if scheme is None:
+        return "file"
+    name = scheme["name"].lower()
+    return _SAME_CLOUD.get(name, name) + (scheme[2] or "")
+
+
 def _has_obstore() -> bool:
     import importlib.util
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_ckpt.errors import CkptError
-from torch_ckpt.storage.store import Store, open_store
+from torch_ckpt.storage.store import Store, open_beside, open_store
 from torch_ckpt.writer import orphan
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.leftovers import refuse
@@ -308,7 +308,7 @@ class Writer:
 
     def _store(self, root: str) -> Store:
         if root not in self._stores:
-            self._stores[root] = open_store(root, self._storage_options)
+            self._stores[root] = open_beside(root, self._root, self._storage_options)
         return self._stores[root]
 
     def _report(self, message: Message) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import re
 import shutil
+import signal
 import threading
 import time
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from torch_ckpt import Checkpointer, CkptError, KeepEvery, KeepLast, load_generation
-from torch_ckpt.errors import ArchiveTaken, ConfigError, NotArchived, StorageError
+from torch_ckpt.errors import ArchiveTaken, ConfigError, NotArchived, SaveSkipped, StorageError
 from torch_ckpt.manifest.layout import RUN
 
 SIZE = 3_000_000  # 12 MB: two blocks
@@ -302,8 +304,23 @@ def test_a_full_or_missing_cache_costs_no_save(tmp_path: Path) -> None:
 def test_a_save_elsewhere_is_not_archived(tmp_path: Path) -> None:
     with tiers(tmp_path) as checkpointer:
         pending = checkpointer.save(state_of(1), 1, folder=str(tmp_path / "else" / "where"))
-        with pytest.raises(NotArchived):
+        with pytest.raises(NotArchived, match="outside the root is not archived"):
             pending.wait("archived", 60)
+
+
+def test_a_skipped_save_says_so_and_not_that_there_is_no_archive(tmp_path: Path) -> None:
+    with tiers(tmp_path, slabs=1, on_busy="skip", fence="manual") as checkpointer:
+        checkpointer.save({"step": 0}, 0).wait("archived", 60)
+        assert checkpointer.writer_pid is not None
+        os.kill(checkpointer.writer_pid, signal.SIGSTOP)
+        first = checkpointer.save(state_of(1), 1)
+        skipped = checkpointer.save(state_of(2), 2)
+        os.kill(checkpointer.writer_pid, signal.SIGCONT)
+        assert skipped.state == "skipped"
+        with pytest.raises(SaveSkipped, match="still being written"):
+            skipped.wait("archived", 60)
+        assert skipped.unarchived == "it was not committed: all slabs are still being written"
+        first.wait("archived", 60)
 
 
 def test_waiting_for_an_archive_that_a_run_has_not_is_an_error(tmp_path: Path) -> None:
@@ -390,7 +407,7 @@ def test_a_read_only_archive_over_http_gives_a_run_its_start(tmp_path: Path) -> 
                 assert generation.step == state["step"] == 2
                 assert torch.equal(state["large"], state_of(2)["large"])
                 pending = checkpointer.save(state_of(3), 3)
-                with pytest.raises(NotArchived):
+                with pytest.raises(NotArchived, match="over HTTP is only read"):
                     pending.wait("archived", 60)
         finally:
             server.shutdown()
