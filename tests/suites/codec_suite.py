@@ -159,10 +159,10 @@ class CodecSuite:
         return raw, "float32", base, stream
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("length", LENGTHS)
-    def test_every_length_of_every_dtype_comes_back(self, dtype: str, length: int) -> None:
-        raw = numbers(dtype, length)[:length]
-        self.check(raw, dtype, neighbour(raw, dtype))
+    def test_every_length_comes_back(self, dtype: str) -> None:
+        for length in LENGTHS:
+            raw = numbers(dtype, length)[:length]
+            self.check(raw, dtype, neighbour(raw, dtype))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_awkward_contents_come_back(self, dtype: str) -> None:

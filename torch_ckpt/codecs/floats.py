@@ -56,6 +56,38 @@ def grouped(numbers: NDArray) -> NDArray:
     return numbers.reshape(-1, GROUP)
 
 
+def largest(groups: Floats) -> Floats:
+    """The largest magnitude of each group; NaN where there is one.
+
+    Bits without the sign are ordered as magnitudes are, and their maximum is found twice as fast.
+    """
+    return (groups.view("<u4") & np.uint32(0x7FFFFFFF)).max(axis=1).view("<f4")
+
+
 def spread(of_groups: NDArray, count: int) -> NDArray:
     """A value a group as a value an element."""
     return np.repeat(of_groups, GROUP)[:count]
+
+
+def pick(elements: NDArray, chosen: NDArray[np.bool_]) -> NDArray:
+    """The elements of the chosen groups, in order, by whole rows."""
+    whole = len(elements) // GROUP
+    rows = elements[: whole * GROUP].reshape(-1, GROUP)[chosen[:whole]].reshape(-1)
+    if chosen[whole:].any():  # the short group at the end
+        return np.concatenate([rows, elements[whole * GROUP :]])
+    return rows
+
+
+def put(elements: NDArray, chosen: NDArray[np.bool_], values: NDArray) -> None:
+    """The inverse of `pick`: give the chosen groups these elements."""
+    whole = len(elements) // GROUP
+    count = GROUP * int(np.count_nonzero(chosen[:whole]))
+    elements[: whole * GROUP].reshape(-1, GROUP)[chosen[:whole]] = values[:count].reshape(-1, GROUP)
+    if chosen[whole:].any():
+        elements[whole * GROUP :] = values[count:]
+
+
+def picked(chosen: NDArray[np.bool_], count: int) -> int:
+    """How many of `count` elements the chosen groups hold."""
+    missing = -count % GROUP if chosen[-1:].any() else 0
+    return GROUP * int(np.count_nonzero(chosen)) - missing

@@ -73,8 +73,7 @@ class Fp8(Codec):
                 codes[start : start + len(chunk)] = coded.reshape(-1)[: len(chunk)]
         exact = words[:0]
         if (escaped := scales == ESCAPED).any():
-            out = floats.spread(escaped, len(words))
-            exact, codes = words[out], codes[~out]
+            exact, codes = floats.pick(words, escaped), floats.pick(codes, ~escaped)
         pieces = [streams.header(self.mark, kind, raw.nbytes)]
         for plane in (scales, codes, *streams.split(exact)):
             pieces += streams.pack_plane(plane)
@@ -92,21 +91,17 @@ class Fp8(Codec):
         escaped = scales == ESCAPED
         if not (((scales >= LEAST) & (scales <= MOST)) | escaped).all():
             raise CodecError("a scale is out of range")
-        out = floats.spread(escaped, count) if escaped.any() else None
-        exact = 0 if out is None else int(np.count_nonzero(out))
-        codes = cursor.plane(count - exact)
-        kept = cursor.words(exact, itemsize)
+        exact_count = floats.picked(escaped, count)
+        codes = cursor.plane(count - exact_count)
+        exact = cursor.words(exact_count, itemsize)
         block = memoryview(bytearray(raw_bytes))
         words = np.frombuffer(block, f"<u{itemsize}", count)
-        if out is None:
-            self._decode_into(words, codes, scales, kind)
-        else:
-            words[out] = kept
-            all_codes = np.zeros(count, np.uint8)
-            all_codes[~out] = codes
-            coded = np.empty_like(words)
-            self._decode_into(coded, all_codes, np.where(escaped, LEAST, scales), kind)
-            words[~out] = coded[~out]
+        if exact_count:
+            everywhere = np.zeros(count, np.uint8)
+            floats.put(everywhere, ~escaped, codes)
+            codes, scales = everywhere, np.where(escaped, LEAST, scales)
+        self._decode_into(words, codes, scales, kind)
+        floats.put(words, escaped, exact)
         block[count * itemsize :] = cursor.take(raw_bytes - count * itemsize)
         cursor.finish()
         return block
@@ -197,7 +192,7 @@ def _scales(groups: Floats, ceiling: float) -> Bytes:
 
     A group of zeros takes the least scale there is.
     """
-    largest = np.maximum(groups.max(axis=1), -groups.min(axis=1))  # NaN stays NaN
+    largest = floats.largest(groups)
     mantissas, exponents = np.frexp(largest)
     fields = np.where(mantissas <= 0.875, exponents - 9, exponents - 8) + 127  # 448 = 0.875 * 2^9
     usable = (largest >= _LEAST_MAXIMUM) & (largest < ceiling)
@@ -216,8 +211,14 @@ def _round(groups: Floats, scales: Bytes, *, never_to_zero: bool) -> Bytes:
     bits = scaled.view("<u4")
     signs = (bits >> 24) & 0x80
     bits &= 0x7FFFFFFF
-    small = (bits.view("<f4") + _SUBNORMAL_SHIFT).view("<u4") - _SUBNORMAL_SHIFT.view("<u4")
+    small = (bits.view("<f4") + _SUBNORMAL_SHIFT).view("<u4")
+    small -= _SUBNORMAL_SHIFT.view("<u4")
     if never_to_zero:
         np.maximum(small, bits != 0, out=small)
-    normal = ((bits + (((bits >> 20) & 1) + 0x7FFFF)) >> 20) - (120 << 3)
-    return (np.where(bits < _NORMAL_BITS, small, normal) | signs).astype(np.uint8)
+    normal = np.maximum(bits, _NORMAL_BITS)
+    normal += ((normal >> 20) & 1) + 0x7FFFF
+    normal >>= 20
+    normal -= (127 - 7) << 3
+    np.minimum(small, normal, out=small)  # below 2^-6 `normal` is 8, above it is the lesser one
+    small |= signs
+    return small.astype(np.uint8)

@@ -27,6 +27,9 @@ float32; times a code of 16 bits that is exact in float32, on every device."""
 
 INFINITE = 0x7F80
 LEAST_STEP = 2.0**-100
+_UNSURE = 1 - 2.0**-20
+"""Differences of float32 are themselves rounded: a bound that is kept by this much is kept."""
+
 LEAST_ERROR, MOST_ERROR = 2.0**-10, 0.5
 
 
@@ -68,8 +71,8 @@ class LossyDelta(Codec):
                 codes[here] = quantised.codes
         exact = words[:0]
         if (escaped := steps == EXACT).any():
-            out = floats.spread(escaped, len(words))
-            exact, codes = zig_zag(words[out] - before[out]), codes[~out]
+            exact = zig_zag(floats.pick(words, escaped) - floats.pick(before, escaped))
+            codes = floats.pick(codes, ~escaped)
         pieces = [streams.header(MARK, kind, raw.nbytes)]
         for plane in (*streams.split(steps), *streams.split(codes), *streams.split(exact)):
             pieces += streams.pack_plane(plane)
@@ -87,13 +90,12 @@ class LossyDelta(Codec):
         escaped = steps == EXACT
         if not ((steps < INFINITE) | escaped).all():
             raise CodecError("a step is out of range")
-        out = floats.spread(escaped, count) if escaped.any() else None
-        exact_count = 0 if out is None else int(np.count_nonzero(out))
+        exact_count = floats.picked(escaped, count)
         codes = cursor.words(count - exact_count, 2)
         exact = cursor.words(exact_count, before.itemsize)
-        if out is not None:
+        if exact_count:
             everywhere = np.zeros(count, codes.dtype)
-            everywhere[~out] = codes
+            floats.put(everywhere, ~escaped, codes)
             codes, steps = everywhere, np.where(escaped, 0, steps).astype(steps.dtype)
         block = memoryview(bytearray(raw_bytes))
         words = np.frombuffer(block, before.dtype, count)
@@ -102,8 +104,7 @@ class LossyDelta(Codec):
                 here = slice(start, start + streams.CHUNK_WORDS)
                 wide = floats.widen(before[here], kind)
                 words[here] = _reconstruct(wide, steps[start // GROUP :], codes[here], kind)
-        if out is not None:
-            words[out] = zag_zig(exact) + before[out]
+        floats.put(words, escaped, zag_zig(exact) + floats.pick(before, escaped))
         block[raw_bytes - len(rest) :] = cursor.take(len(rest))
         cursor.finish()
         return block
@@ -117,34 +118,36 @@ class LossyDelta(Codec):
         pair = [streams.word_array(block, floats.ITEMSIZE[kind])[0] for block in (raw, base)]
         with np.errstate(all="ignore"):
             now, then = (floats.widen(words, kind).astype(np.float64) for words in pair)
-            limits = self.error * _root_mean_squares(then - now)
+            change = floats.grouped(then - now)
+            limits = self.error * _root_mean_squares(change, len(now))
         return floats.spread(np.where(np.isfinite(limits), limits, 0.0), len(now))
 
     def _quantise(self, words: Words, before: Words, kind: int) -> _Quantised:
         """Steps and codes of a chunk; a group that would break the bound gets the step `EXACT`."""
-        now, then = floats.widen(words, kind), floats.widen(before, kind)
-        change = then.astype(np.float64) - now
-        limits = self.error * _root_mean_squares(change)
-        largest = floats.grouped(np.maximum(np.abs(now), np.abs(then))).max(axis=1)
-        widest = np.abs(floats.grouped(change)).max(axis=1)
-        gaps = _gaps(largest, kind)
-        wanted = 2 * limits - gaps * (1 + 2.0**-10) - widest * 2.0**-21  # room for rounding
+        now, then = (floats.grouped(floats.widen(part, kind)) for part in (words, before))
+        change = then - now
+        limits = self.error * _root_mean_squares(change, len(words)) * _UNSURE
+        moved = floats.largest(change)
+        most = floats.largest(then) + moved
+        gaps = _gaps(most, kind)
+        wanted = 2 * limits - gaps * (1 + 2.0**-10) - moved * 2.0**-21  # room for rounding
         usable = (wanted >= gaps) & (wanted >= LEAST_STEP)
-        usable &= largest < 2.0 ** floats.LARGEST_POWER[kind]  # false for NaN, as all of these are
-        steps = (wanted.astype(np.float32).view("<u4") >> 16).astype("<u2")  # towards zero
-        steps = np.where(usable, steps, EXACT).astype("<u2")
-        same = floats.grouped(words == before)
-        same.reshape(-1)[len(words) :] = True
-        steps[same.all(axis=1) & np.isfinite(largest)] = 0
-        sizes = floats.spread(_values(np.where(steps == EXACT, 0, steps)), len(words))
-        counts = np.rint(np.divide(change.astype(np.float32), sizes, where=sizes > 0, out=0 * now))
+        usable &= most < 2.0 ** floats.LARGEST_POWER[kind]  # false for NaN, as all of these are
+        steps = (wanted.astype("<f4").view("<u4") >> 16).astype("<u2")  # towards zero
+        steps[~usable] = 0
+        sizes = _values(steps)[:, None]
+        counts = np.rint(change * np.where(usable, 1 / _values(steps), 0)[:, None])
         codes = zig_zag(counts.astype("<i2").view("<u2"))
-        back = floats.widen(
-            _reconstruct(then, np.where(steps == EXACT, 0, steps), codes, kind), kind
-        )
-        off = floats.grouped(np.abs(back.astype(np.float64) - now)).max(axis=1)
-        steps[(off > limits) & (steps != 0)] = EXACT
-        return _Quantised(steps, codes)
+        back = then - counts * sizes
+        if kind != 1:
+            back = floats.widen(floats.narrow(back, kind), kind)
+        kept = usable & (floats.largest(back - now) <= limits)
+        steps[~kept] = EXACT
+        if not kept.all():
+            still = floats.grouped(words == before)  # not so where a zero changed its sign
+            still.reshape(-1)[len(words) :] = True
+            steps[still.all(axis=1) & np.isfinite(most)] = 0
+        return _Quantised(steps, codes.reshape(-1)[: len(words)])
 
 
 class _Quantised(NamedTuple):
@@ -152,13 +155,13 @@ class _Quantised(NamedTuple):
     codes: Words
 
 
-def _root_mean_squares(change: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Of each group; the last one may be short."""
-    groups = floats.grouped(change)
-    counts = np.full(len(groups), GROUP)
-    if len(change) % GROUP:
-        counts[-1] = len(change) % GROUP
-    return np.sqrt(np.einsum("ij,ij->i", groups, groups) / counts)
+def _root_mean_squares(change: NDArray, count: int) -> NDArray[np.float64]:
+    """Of each group of `count` elements in all; the last group may be short."""
+    counts = np.full(len(change), GROUP)
+    if count % GROUP:
+        counts[-1] = count % GROUP
+    wide = change.astype(np.float64)  # squares of float32 may be too small or large for it
+    return np.sqrt(np.einsum("ij,ij->i", wide, wide) / counts)
 
 
 def _gaps(largest: Floats, kind: int) -> NDArray[np.float64]:
@@ -177,6 +180,6 @@ def _reconstruct(then: Floats, steps: Words, codes: Words, kind: int) -> Words:
 
     Subtraction, because a code of 0 then leaves -0.0 as it is.
     """
-    counts = zag_zig(codes).view("<i2").astype("<f4")
-    counts *= floats.spread(_values(steps[: -(-len(codes) // GROUP)]), len(codes))
-    return floats.narrow(then - counts, kind)
+    counts = floats.grouped(zag_zig(codes).view("<i2").astype("<f4"))
+    counts *= _values(steps[: len(counts)])[:, None]
+    return floats.narrow(then - counts.reshape(-1)[: len(then)], kind)
