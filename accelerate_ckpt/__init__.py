@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from accelerate_ckpt.accelerator import Attached, attach
     from accelerate_ckpt.loaders import Position
     from accelerate_ckpt.plugin import CheckpointPlugin, CkptProjectConfiguration
+    from accelerate_ckpt.trainer_callback import TrainerCheckpoint
 
 __all__ = [
     "Attached",
     "CheckpointPlugin",
     "CkptProjectConfiguration",
     "Position",
+    "TrainerCheckpoint",
     "attach",
 ]
 
@@ -26,6 +28,7 @@ _HOMES = {
     "CheckpointPlugin": "accelerate_ckpt.plugin",
     "CkptProjectConfiguration": "accelerate_ckpt.plugin",
     "Position": "accelerate_ckpt.loaders",
+    "TrainerCheckpoint": "accelerate_ckpt.trainer_callback",
     "attach": "accelerate_ckpt.accelerator",
 }
 

@@ -166,7 +166,7 @@ def _checked(name: str, value: Any) -> Any:
     if name == "every" and value is not None and (type(value) is not int or value < 0):
         raise ConfigError(f"every must be a whole number of optimizer steps, got {value!r}")
     if name == "keep":
-        return _rule(value)
+        return rule_of(value)
     if name == "codec":
         return None if value in (None, "none") else value
     if name == "storage_options" and not isinstance(value, Mapping | None):
@@ -174,7 +174,12 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _rule(value: Any) -> Retention | str | None:
+def rule_of(value: Any) -> Retention | str | None:
+    """A rule, or what says that there is none: None, or `all`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if value is None or isinstance(value, Retention) or value == "all":
         return value
     if isinstance(value, str):
