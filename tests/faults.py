@@ -98,9 +98,9 @@ class FaultyStore:
         self.meet("read", name)
         return self.store.read_into(name, offset, target)
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int, *, exact: bool = True) -> Sink:
         self.meet("create", name)
-        return FaultySink(self, self.store.create(name, size), name)
+        return FaultySink(self, self.store.create(name, size, exact=exact), name)
 
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:
         self.meet("upload", name)

@@ -146,11 +146,13 @@ class Candidate:
         opened = self.open()
         if place is None:
             return True
-        name, offset = place[0].rpartition("/")[2], place[1]
+        name, offset = place[0].split("/")[-2:], place[1]
         for reader in opened.readers:
             for index, block in enumerate(reader.part.blocks):
-                if reader.part.files[block.file].name != name:
-                    continue
-                if block.offset <= offset <= block.offset + block.bytes:
+                if any(
+                    reader.url_of(one).split("/")[-2:] == name
+                    and one.offset <= offset <= one.offset + one.bytes
+                    for one in (block, *reader.chain(index))
+                ):
                     reader.read(index, memoryview(bytearray(block.bytes)))
         return True

@@ -25,7 +25,7 @@ from torch_ckpt.config import (
     check_step,
     check_tags,
 )
-from torch_ckpt.errors import CkptError, DisagreementError
+from torch_ckpt.errors import CkptError
 from torch_ckpt.exclusive import Exclusive
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.retention import KeepLast, Retention
@@ -61,9 +61,8 @@ class Checkpointer:
         distributed: None takes part with all ranks where torch.distributed is initialised (then
             every rank makes a checkpointer and saves at the same steps); False is alone.
         writer_timeout_s: A writer that gives no sign of life for so long is replaced.
-        commit_timeout_s: A save that is not committed by then is given up. With several ranks this
-            is how long rank 0's writer waits for a rank that died without a word; one whose writer
-            fails says so at once.
+        commit_timeout_s: A save that is not committed by then is given up; so long rank 0's writer
+            waits for a rank that died without a word.
         agree_timeout_s: How long ranks wait for one another.
         orphan_timeout_s: How long to wait for the writer of a trainer that died.
         allow_pickle: Whether loading may unpickle what had to be pickled.
@@ -71,6 +70,10 @@ class Checkpointer:
         archive_options: The same for the archive.
         archive_timeout_s: How long a writer goes on promoting after `close`, or after a crash.
         bandwidth_limit: Bytes a second that the writer of one rank sends to the archive.
+        codec: How blocks are stored: "raw"; "zstd", byte planes under zstd; or "auto", so where
+            that makes a generation durable sooner.
+        incremental: Store only what differs from the generation before, as far as that pays.
+        full_every: How many generations may build on one another before one stands alone.
         framework: Names and versions to record.
 
     Raises:
@@ -101,6 +104,9 @@ class Checkpointer:
         archive_options: Mapping[str, Any] | None = None,
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
+        codec: Literal["raw", "zstd", "auto"] = "raw",
+        incremental: bool = False,
+        full_every: int = 8,
         framework: Mapping[str, str] | None = None,
     ) -> None:
         self._config = Config(
@@ -124,6 +130,9 @@ class Checkpointer:
             archive_timeout_s=archive_timeout_s,
             bandwidth_limit=bandwidth_limit,
             cache=None if cache is None else check_root(cache, "cache"),
+            codec=codec,
+            incremental=incremental,
+            full_every=full_every,
             framework={"torch": torch.__version__, **(framework or {})},
         )
         self._places = Places(self._config)
@@ -335,8 +344,6 @@ class Checkpointer:
         """The side process; None while there is none."""
         return self._saver.handover.writer_pid
 
-    # The end.
-
     def close(self) -> None:
         """Finish every save, end the writer, free the slabs.
 
@@ -372,15 +379,8 @@ class Checkpointer:
             except CkptError as error:
                 logger.error("at exit: %s", error)
 
-    # Inside.
-
     def _save_inline(self, request: Request) -> PendingSave:
         """A save that interrupts one of our own calls, as a signal handler's does."""
-        if self._ranks.world_size > 1:
-            raise DisagreementError(
-                f"step {request.step} cannot be saved from inside another call of this "
-                "checkpointer on several ranks; save after it has returned"
-            )
         job, flat, plan = self._saver.inline_job(request)
         pending = save_inline(job, flat, plan, self._places.store_at(request.root), self._config)
         pending.reread = lambda: self._places.generation(request.root, job.folder)

@@ -83,6 +83,15 @@ class Config:
     cache: str | None = None
     """A folder on this node's own disk that holds its share of the newest generation."""
 
+    codec: Literal["raw", "zstd", "auto"] = "raw"
+    """How blocks are stored: as they are, as byte planes under zstd, or so where it is faster."""
+
+    incremental: bool = False
+    """Whether a generation stores only what differs from the one before, as far as that pays."""
+
+    full_every: int = 8
+    """Generations that may build on one another before the next stands alone."""
+
     framework: Mapping[str, str] = field(default_factory=dict)
     """Names and versions to record in the manifest."""
 
@@ -98,6 +107,7 @@ class Config:
                 f"keep must be a rule such as KeepLast(3), or None to keep all; got {self.keep!r}"
             )
         _check_tiers(self)
+        _check_encoding(self)
         for name, version in self.framework.items():
             if not isinstance(name, str) or not isinstance(version, str):
                 raise ConfigError(f"framework must map names to texts, got {name!r}: {version!r}")
@@ -121,6 +131,11 @@ class Config:
         if not self.promotes:
             return "an archive over HTTP is only read"
         return "what is saved into a folder outside the root is not archived" if elsewhere else None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether shards may be anything but the bytes of the state."""
+        return self.codec != "raw" or self.incremental
 
     def block(self, asked: Block | None) -> Block:
         """When a save returns that was asked to return at `asked`.
@@ -168,6 +183,19 @@ def _check_tiers(config: Config) -> None:
     if not isinstance(config.archive_timeout_s, (int, float)) or config.archive_timeout_s < 0:
         raise ConfigError(
             f"archive_timeout_s must be a number of seconds, got {config.archive_timeout_s!r}"
+        )
+
+
+def _check_encoding(config: Config) -> None:
+    _one_of("codec", config.codec, ("raw", "zstd", "auto"))
+    _one_of("incremental", config.incremental, (True, False))
+    if type(config.full_every) is not int or config.full_every < 1:
+        raise ConfigError(f"full_every must be a whole number from 1 up, got {config.full_every!r}")
+    if config.incremental and config.slabs != 2:
+        raise ConfigError("incremental=True compares two snapshots, so it needs slabs=2")
+    if config.encodes and config.cache is not None:
+        raise ConfigError(
+            'a cache holds raw shards; leave out cache=, or use codec="raw" and incremental=False'
         )
 
 

@@ -10,13 +10,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch_ckpt.config import Config
+from torch_ckpt.duties import duties_of
 from torch_ckpt.errors import ArchiveTaken, CkptError, SaveFailed, WriterDied
-from torch_ckpt.generations.retention import to_json
 from torch_ckpt.pending import PendingSave
 from torch_ckpt.staging.slab import Slab
 from torch_ckpt.staging.slots import Slots
@@ -26,8 +25,6 @@ from torch_ckpt.writer.protocol import Message
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_SEAL_S = 30.0
-"""How long a writer whose trainer has ended waits for a commit to complete the cached copy."""
 _SUCCESSORS = 3
 """Writers that are started, between two commits, only to promote what a dead one had to."""
 _REASON_CHARS = 4096  # messages are small
@@ -63,6 +60,8 @@ class Handover:
         self._unarchived: dict[str, PendingSave] = {}
         self._client: WriterClient | None = None
         self._running: dict[int, Running] = {}
+        self._held: dict[int, Running] = {}
+        """Saves that are over, and whose slab the writer still compares the next one with."""
         self._jobs = 0
         self._failures: list[CkptError] = []
         self._lost: deque[str] = deque(maxlen=_LOST)
@@ -87,7 +86,7 @@ class Handover:
                     root=self._root,
                     rank=self._rank,
                     storage_options=self._config.storage_options,
-                    tiers=tier_options(self._config, self._world_size),
+                    duties=duties_of(self._config, self._world_size),
                     timeout_s=self._config.writer_timeout_s,
                     on_event=self._on_event,
                     on_death=self._on_death,
@@ -245,6 +244,8 @@ class Handover:
         elif event == "taken":
             facts = {name: message[name] for name in ("archive", "owner", "run")}
             self._note(ArchiveTaken(**facts))
+        if event == "released" and job in self._held:
+            self._release(self._held.pop(job))
         running = self._running.get(job)
         if running is None:
             return
@@ -264,7 +265,10 @@ class Handover:
         for folder in running.lost:
             with contextlib.suppress(ValueError):  # the same folder may have been lost twice
                 self._lost.remove(folder)
-        self._release(running)
+        if message["held"]:
+            self._held[job] = running
+        else:
+            self._release(running)
         if pending.unarchived is None:
             with self._changed:
                 self._unarchived[pending.attempt] = pending
@@ -290,6 +294,8 @@ class Handover:
         return len(self._unarchived)
 
     def _on_death(self, client: WriterClient, reason: str) -> None:
+        while self._held:
+            self._release(self._held.popitem()[1])
         for job, running in list(self._running.items()):
             if running.handed_over:
                 self.fail(job, WriterDied(step=running.pending.step, reason=reason))
@@ -377,22 +383,6 @@ class Handover:
         with self._changed:
             self._running.pop(job, None)
             self._changed.notify_all()
-
-
-def tier_options(config: Config, world_size: int) -> Mapping[str, Any] | None:
-    """What a writer is told of the tiers beside the primary one; None if there are none."""
-    if config.cache is None and not config.promotes:
-        return None
-    return {
-        "world_size": world_size,
-        "cache": config.cache,
-        "archive": config.archive if config.promotes else None,
-        "archive_options": config.archive_options,
-        "keep": None if config.keep is None else to_json(config.keep),
-        "keep_archive": None if config.keep_archive is None else to_json(config.keep_archive),
-        "bandwidth_limit": config.bandwidth_limit,
-        "timeout_s": config.archive_timeout_s if config.promotes else _SEAL_S,
-    }
 
 
 def _attach(client: WriterClient, slab: Slab) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from torch_ckpt.config import Block, Config
-from torch_ckpt.errors import CkptError, SaveFailed, SaveSkipped, SnapshotTorn
+from torch_ckpt.errors import CkptError, DisagreementError, SaveFailed, SaveSkipped, SnapshotTorn
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.retention import to_json
 from torch_ckpt.handover import Handover
@@ -308,7 +308,16 @@ class Saver:
                 raise
 
     def inline_job(self, request: Request) -> tuple[Job, Flat, Plan]:
-        """A whole job for a save that interrupts another; touches nothing that one may hold."""
+        """A whole job for a save that interrupts another; touches nothing that one may hold.
+
+        Raises:
+            DisagreementError: there are several ranks, whose signals do not come together.
+        """
+        if self._ranks.world_size > 1:
+            raise DisagreementError(
+                f"step {request.step} cannot be saved from inside another call of this "
+                "checkpointer on several ranks; save after it has returned"
+            )
         flat = flatten(request.state, rank=self._ranks.rank)
         planner = Planner(0, 1)
         planner.survey(flat)

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from torch_ckpt.codecs import NAMES, Codec, CodecError, codec_named
-from torch_ckpt.codecs.codec import SAMPLE_BYTES, SAMPLES
+from torch_ckpt.codecs.codec import SAMPLE_BYTES, SAMPLES, Codec, CodecError
+from torch_ckpt.codecs.names import NAMES, codec_named
 from torch_ckpt.manifest.dtypes import DTYPES
 
 FLOATS: dict[str, np.dtype] = {

@@ -126,6 +126,16 @@ class StoreSuite:
         sink.abandon()
         assert store.entries("g") == []
 
+    @pytest.mark.parametrize("size", [1, PAGE, 3 * PAGE + 5])
+    def test_a_file_of_unknown_size_ends_with_its_last_write(self, store: Store, size: int) -> None:
+        data = pattern(size)[:size]
+        sink = store.create("g/shard", 100 * PAGE, exact=False)
+        for start in range(0, size, PAGE):
+            sink.write_at(start, memoryview(data[start : start + PAGE]))
+        sink.finish()
+        assert store.get("g/shard", limit=size) == data
+        assert store.entries("g") == [Entry(name="shard", bytes=size)]
+
     def test_bytes_outside_the_file_are_refused(self, store: Store) -> None:
         sink = store.create("g/shard", 4)
         with pytest.raises(StorageError, match="shard"):

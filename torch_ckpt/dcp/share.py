@@ -18,7 +18,6 @@ from torch_ckpt.dcp.orders import Order
 from torch_ckpt.dcp.values import Values, resolve_object
 from torch_ckpt.errors import CkptError, UnsupportedState
 from torch_ckpt.manifest.blocks import PAGE_BYTES, Piece, place
-from torch_ckpt.manifest.layout import shard_name
 from torch_ckpt.manifest.schema import Part
 from torch_ckpt.staging.objects import Json
 from torch_ckpt.staging.regions import check_supported, dtype_name
@@ -26,7 +25,7 @@ from torch_ckpt.staging.snapshot import copy_exactly
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.leftovers import withdraw
-from torch_ckpt.writer.persist import part_of, write_shard
+from torch_ckpt.writer.shard import part_of, write_shard
 
 _THREADS = 4
 
@@ -93,14 +92,11 @@ class Share:
         """
         memory = mmap.mmap(-1, -(-self.raw_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES)
         self._copy(torch.frombuffer(memory, dtype=torch.uint8))
-        shard = shard_name(job.rank, job.attempt)
         try:
             store.make_folder(job.folder)
             with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-dcp") as pool:
-                files, blocks = write_shard(
-                    job, self.placed, memoryview(memory), store, pool, shard
-                )
-            return part_of(job, self.placed, files, blocks)
+                written = write_shard(job, self.placed, memoryview(memory), store, pool)
+            return part_of(job, self.placed, written)
         except (CkptError, OSError):
             withdraw(store, job.folder, job.rank, job.attempt)
             raise

@@ -15,11 +15,14 @@ def choose(generations: Sequence[Generation], step: int | None = None) -> list[G
     """The candidates, best first: of all steps, or of one step that was asked for.
 
     Newest step first. Of several at one step, first the one that the newest generation descends
-    from, then by name. What is damaged or set aside is a candidate only where its step was asked
-    for, and then after the others.
+    from, then by name. What is damaged or set aside, or builds on what is damaged or gone, is a
+    candidate only where its step was asked for, and what is set apart after the others.
     """
     if step is None:
-        usable = [one for one in generations if not one.set_apart]
+        sound = {one.step for one in generations if "damaged" not in one.tags}
+        usable = [
+            one for one in generations if not one.set_apart and sound.issuperset(one.manifest.bases)
+        ]
     else:
         usable = [one for one in generations if one.step == step]
     line = _line_of_newest([one for one in generations if not one.set_apart])

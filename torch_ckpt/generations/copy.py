@@ -64,19 +64,24 @@ def copy_generation(
     """Copy a generation of `source` into the same folder of `target`, its manifest last.
 
     With `files`, only these shards; all parts are copied. Another generation that has this folder
-    in `target` is replaced, and its files go. Memory: a few parts of an upload, times
-    `parts_at_once`.
+    in `target` is replaced, and its files go. What it builds on is copied before. Memory: a few
+    parts of an upload, times `parts_at_once`.
 
     Raises:
-        IntegrityError: `source` has other bytes than were written; `target` got no manifest.
+        IntegrityError: `source` has other bytes than were written, or lacks a generation on which
+            this one builds; `target` got no manifest.
         FileNotFoundError: `source` lacks a file, or the generation has gone.
         StorageError: a store did not do what it was asked.
     """
     generation = Catalog(source).whole(generation)
     folder, manifest = generation.folder, generation.manifest
+    before = [
+        copy_generation(source, target, base, parts_at_once=parts_at_once)
+        for base in bases_of(source, generation)
+    ]
     replaced = _manifest_in(target, folder)
     if replaced is not None and _same(replaced, manifest) and not lacks(target, generation, files):
-        return Copied()
+        return sum(before, Copied())
     there = sizes_in(target, folder)
 
     def copy_one(stored: StoredFile) -> Copied:
@@ -84,7 +89,9 @@ def copy_generation(
             source, target, folder, stored, files=files, there=there, progress=progress
         )
 
-    copied = sum(_in_turn_or_at_once(copy_one, manifest.parts, parts_at_once), Copied())
+    copied = sum(
+        _in_turn_or_at_once(copy_one, manifest.parts, parts_at_once), sum(before, Copied())
+    )
     commit_copy(target, generation, files=files)
     if replaced is not None and not _same(replaced, manifest):
         sweep(target, folder, spare_attempts=())
@@ -181,10 +188,31 @@ def sizes_in(store: Store, folder: str) -> dict[str, int]:
     return {entry.name: entry.bytes for entry in store.entries(folder)}
 
 
+def bases_of(store: Store, generation: Generation) -> list[Generation]:
+    """The generations in whose shards blocks of this one lie; all of them, also through others.
+
+    Raises:
+        IntegrityError: one is not there.
+        FileNotFoundError: a part of `generation` is not.
+    """
+    if not generation.manifest.bases:
+        return []
+    parts = [read_part(store, generation.folder, one) for one in generation.manifest.parts]
+    wanted = {(one.folder, one.attempt) for part in parts for one in part.borrowed}
+    found = Catalog(store).read({folder for folder, _ in wanted})
+    for folder, attempt in sorted(wanted):
+        if folder not in found or found[folder].manifest.attempt != attempt:
+            url = f"{store.url}/{folder}"
+            reason = f"is gone, and step {generation.step} builds on it"
+            raise IntegrityError(file=url, offset=0, reason=reason)
+    return sorted(found.values(), key=lambda one: one.step)
+
+
 def _missing(
     store: Store, folder: str, manifest: Manifest, files: Collection[str] | None
 ) -> str | None:
     there = sizes_in(store, folder)
+    bases: dict[tuple[str, str], bool] = {}
     for stored in manifest.parts:
         if there.get(stored.name) != stored.bytes:  # spares the reading of all the others
             return _odd(stored, there)
@@ -199,6 +227,13 @@ def _missing(
             wanted = files is None or shard.name in files
             if wanted and there.get(shard.name) != shard.bytes:
                 return _odd(shard, there)
+        for one in part.borrowed:
+            base = one.folder, one.attempt
+            if base not in bases:
+                found = _manifest_in(store, one.folder)
+                bases[base] = found is not None and found.attempt == one.attempt
+            if not bases[base]:
+                return f"step {one.step}, on which it builds, is not there"
     return None
 
 

@@ -25,6 +25,19 @@ def unwanted(rule: Retention, generations: Sequence[Generation]) -> set[tuple[in
     }
 
 
+def bases_first(ordered: Sequence[Generation]) -> list[Generation]:
+    """The same order, but what others among them build on comes before these."""
+    by_step: dict[int, list[Generation]] = {}
+    for one in ordered:
+        by_step.setdefault(one.step, []).append(one)
+    placed: dict[str, Generation] = {}
+    for one in ordered:
+        for step in sorted(one.manifest.bases):  # all of them: a base's own bases are earlier
+            placed.update((base.folder, base) for base in by_step.get(step, ()))
+        placed[one.folder] = one
+    return list(placed.values())
+
+
 def pin_until_archived(archive: Store, unwanted: Collection[tuple[int, str]] = ()) -> Pinned:
     """What `prune` asks before a generation leaves the tier in front of `archive`.
 

@@ -51,7 +51,7 @@ def prune(
     if not dry_run:
         forget(catalog.store, {verdict.generation.folder for verdict in doomed})
         # Oldest first: stopped half-way, what is left is what a rule would have kept anyway.
-        for verdict in reversed(doomed):
+        for verdict in _needing_first(list(reversed(doomed))):
             catalog.delete(verdict.generation)
             logger.info("pruned %s: %s", verdict.generation.folder, verdict.reason)
     return ordered
@@ -110,6 +110,18 @@ def base_steps(kept: Sequence[Generation], committed: Sequence[Generation]) -> d
             needed[base] = needed_by
             pending += [(further, base) for further in bases.get(base, ())]
     return needed
+
+
+def _needing_first(doomed: Sequence[Verdict]) -> list[Verdict]:
+    """The same order, but for those that others of them need: these come after the others."""
+    waiting: dict[int, list[Verdict]] = {}
+    needing = {step for one in doomed for step in one.generation.manifest.bases}
+    ordered = [one for one in doomed if one.generation.step not in needing]
+    for one in doomed:
+        if one.generation.step in needing:
+            waiting.setdefault(one.generation.step, []).append(one)
+    # Bases are of earlier steps than what needs them.
+    return [*ordered, *(one for step in sorted(waiting, reverse=True) for one in waiting[step])]
 
 
 def _mortal(one: Generation) -> Generation:

@@ -32,7 +32,7 @@ class Damage:
     """One place in one file that is not as it was written."""
 
     file: str
-    """Name in the generation's folder."""
+    """Name in the generation's folder; with a folder of its own if it is in another one."""
     offset: int
     tensors: tuple[str, ...]
     """What cannot be trusted because of it; empty for documents."""
@@ -98,6 +98,7 @@ def verify(
         for part in parts:
             reader = BlockReader(store, folder, part)
             indices = _checked_files(store, folder, reader, sizes, tally)
+            indices = _with_borrowed(store, reader, indices, tally)
             for checked, damage in pool.map(
                 lambda index, reader=reader: _check_block(reader, index, scratch), indices
             ):
@@ -156,23 +157,46 @@ def _checked_files(
     return readable
 
 
+def _with_borrowed(store: Store, reader: BlockReader, own: list[int], tally: _Tally) -> list[int]:
+    """The blocks worth reading with those in other generations, where missing files are reported.
+
+    Those are read as `own` ones are, but do not count as bytes of this generation.
+    """
+    part, missing = reader.part, set()
+    for number, one in enumerate(part.borrowed, len(part.files)):
+        sizes = {entry.name: entry.bytes for entry in store.entries(one.folder)}
+        if sizes.get(one.name) == one.bytes:
+            continue
+        missing.add(number)
+        needing = [i for i in range(len(part.blocks)) if number in reader.files_of(i)]
+        names = {name: None for i in needing for name in reader.tensors_in(i)}
+        what = f"has {sizes[one.name]} bytes instead of {one.bytes}"
+        reason = f"step {one.step}, on which it builds, {what if one.name in sizes else 'is gone'}"
+        file = f"{one.folder}/{one.name}"
+        tally.add(0, Damage(file=file, offset=0, tensors=tuple(names), reason=reason))
+    borrowed = [i for i, block in enumerate(part.blocks) if block.file >= len(part.files)]
+    return [i for i in [*own, *borrowed] if not missing.intersection(reader.files_of(i))]
+
+
 def _check_block(
     reader: BlockReader, index: int, scratch: threading.local
 ) -> tuple[int, Damage | None]:
     block = reader.part.blocks[index]
+    own = block.bytes if block.file < len(reader.part.files) else 0
+    url = reader.url_of(block)
     buffer: bytearray = getattr(scratch, "buffer", bytearray())
     if len(buffer) < block.bytes:
         scratch.buffer = buffer = bytearray(block.bytes)
     try:
         raw = reader.read(index, memoryview(buffer))
         if xxh3_hex(raw) == block.xxh3:
-            return block.bytes, None
+            return own, None
         reason, offset = "its XXH3 is not the one in the part", block.offset
     except _Failure as error:
         reason, offset = _reason(error), getattr(error, "offset", block.offset)
-    name = reader.part.files[block.file].name
+        url = getattr(error, "file", url)  # it may be a base that is damaged
     tensors = tuple(reader.tensors_in(index))
-    return 0, Damage(file=name, offset=offset, tensors=tensors, reason=reason)
+    return 0, Damage(file=reader.relative(url), offset=offset, tensors=tensors, reason=reason)
 
 
 def _damage(file: str, reason: str, offset: int = 0, tensors: Sequence[str] = ()) -> Damage:

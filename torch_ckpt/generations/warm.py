@@ -39,7 +39,7 @@ class Warming:
         self._copies: dict[int, _Copy] = {}
         self._lock = threading.Lock()
         self._failed = False
-        if cache is None or part is None or any(b.codec != "raw" for b in part.blocks):
+        if cache is None or part is None or part.encoded:
             return
         try:
             self._begin(cache, part)

@@ -14,12 +14,13 @@ from itertools import accumulate
 from operator import add, attrgetter, gt, itemgetter
 from typing import Any, NoReturn
 
+from torch_ckpt.codecs.names import NAMES, NEED_BASE
 from torch_ckpt.errors import FormatError
 from torch_ckpt.manifest.dtypes import DTYPES
-from torch_ckpt.manifest.schema import BLOCK_BYTES, Block, Chunk, StoredFile, TensorEntry
+from torch_ckpt.manifest.schema import BLOCK_BYTES, Block, Chunk, TensorEntry, Vote
 
-CODECS = frozenset({"raw"})
-"""The codecs that this version decodes."""
+CODECS = {"raw": False, **{name: name in NEED_BASE for name in NAMES}}
+"""The codecs that this version decodes, and whether each needs a base."""
 
 WIDEST_BYTES = max(kind.itemsize for kind in DTYPES.values())
 
@@ -37,24 +38,51 @@ class _Wrong(Exception):
     """What is wrong with one entry; becomes a FormatError that names the entry."""
 
 
-def parse_blocks(docs: list[Any], files: Sequence[StoredFile], *, file: str) -> tuple[Block, ...]:
-    """The blocks of a part whose shards are `files`.
+def parse_blocks(
+    docs: list[Any], vote: Vote, bases: Sequence[Block] | None, *, file: str
+) -> tuple[Block, ...]:
+    """The blocks of a part that begins with `vote`; `bases` is None in the format without them.
 
     Raises:
         FormatError: a block is malformed, outside its file, or overlaps another one.
     """
+    sizes = _sizes(vote)
     blocks = []
     for index, doc in enumerate(docs):
         try:
-            blocks.append(_block(doc, files))
+            blocks.append(_block(doc, sizes, bases))
         except (_Wrong, KeyError, TypeError) as error:
             _refuse(file, f"block {index}", error)
-    ends = [0] * len(files)
+    ends, last = [0] * len(sizes), None
     for block in sorted(blocks, key=attrgetter("file", "offset")):
-        if block.offset < ends[block.file]:
+        # One whose bytes are those of another one is stored once.
+        if block.offset < ends[block.file] and (bases is None or block != last):
             _refuse(file, f"the block at byte {block.offset}", _Wrong("overlaps another block"))
-        ends[block.file] = block.offset + block.bytes
+        ends[block.file], last = block.offset + block.bytes, block
     return tuple(blocks)
+
+
+def parse_bases(docs: list[Any], vote: Vote, *, file: str) -> tuple[Block, ...]:
+    """The bases of a part that begins with `vote`: each decodes with those before it alone.
+
+    Raises:
+        FormatError: one is malformed, or is not in a shard of an earlier generation.
+    """
+    sizes = _sizes(vote)
+    bases: list[Block] = []
+    for index, doc in enumerate(docs):
+        try:
+            base = _block(doc, sizes, bases)
+            if base.file < len(vote.files):
+                raise _Wrong("lies in the part's own file")
+        except (_Wrong, KeyError, TypeError) as error:
+            _refuse(file, f"base {index}", error)
+        bases.append(base)
+    return tuple(bases)
+
+
+def _sizes(vote: Vote) -> list[int]:
+    return [one.bytes for one in (*vote.files, *vote.borrowed)]
 
 
 def parse_tensors(docs: list[Any], raw_bytes: int, *, file: str) -> tuple[TensorEntry, ...]:
@@ -109,18 +137,16 @@ def _refuse(file: str, what: str, error: Exception) -> NoReturn:
     raise FormatError(file=file, reason=f"{what}: {reason[:200]}") from error
 
 
-def _block(doc: dict[str, Any], files: Sequence[StoredFile]) -> Block:
+def _block(doc: dict[str, Any], sizes: list[int], bases: Sequence[Block] | None) -> Block:
     index, offset, stored, raw, sha256, xxh3, codec = _block_fields(doc)
-    if len(doc) != 7:
+    if len(doc) != (7 if bases is None else 8):
         raise _Wrong("has fields that this version does not know")
     if not type(index) is type(offset) is type(stored) is type(raw) is int:
         raise _Wrong("file, offset, bytes and raw_bytes must be whole numbers")
-    if not 0 <= index < len(files):
-        raise _Wrong(f"file {index} is not one of the part's {len(files)}")
-    if offset < 0 or stored < 1 or offset + stored > files[index].bytes:
-        raise _Wrong(
-            f"{stored} bytes at {offset} do not lie in a file of {files[index].bytes} bytes"
-        )
+    if not 0 <= index < len(sizes):
+        raise _Wrong(f"file {index} is not one of the part's {len(sizes)}")
+    if offset < 0 or stored < 1 or offset + stored > sizes[index]:
+        raise _Wrong(f"{stored} bytes at {offset} do not lie in a file of {sizes[index]} bytes")
     if not 1 <= raw <= BLOCK_BYTES:
         raise _Wrong(f"raw_bytes is {raw}, not 1 to {BLOCK_BYTES}")
     if type(codec) is not str or codec not in CODECS:
@@ -130,6 +156,7 @@ def _block(doc: dict[str, Any], files: Sequence[StoredFile]) -> Block:
     if _SHA256(sha256) is None or _XXH3(xxh3) is None:
         raise _Wrong("sha256 or xxh3 is not lower-case hex of the right length")
     return Block(
+        base=_base(doc, raw, codec, bases),
         file=index,
         offset=offset,
         bytes=stored,
@@ -138,6 +165,23 @@ def _block(doc: dict[str, Any], files: Sequence[StoredFile]) -> Block:
         xxh3=xxh3,
         codec=codec,
     )
+
+
+def _base(doc: dict[str, Any], raw: int, codec: str, bases: Sequence[Block] | None) -> int | None:
+    if bases is None:
+        if codec != "raw":
+            raise _Wrong(f"codec {codec!r} is not one of this format version")
+        return None
+    base = doc["base"]
+    if (base is not None) != CODECS[codec]:
+        raise _Wrong(f"codec {codec!r} comes with base {base!r}")
+    if base is None:
+        return None
+    if type(base) is not int or not 0 <= base < len(bases):
+        raise _Wrong(f"base {base!r} is not one of the {len(bases)} that come before it")
+    if bases[base].raw_bytes != raw:
+        raise _Wrong(f"its base has {bases[base].raw_bytes} raw bytes instead of {raw}")
+    return base
 
 
 def _tensor(doc: dict[str, Any], spans: list[tuple[int, int]]) -> TensorEntry:

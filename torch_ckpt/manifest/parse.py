@@ -16,10 +16,23 @@ from typing import Any, NoReturn
 
 from torch_ckpt.errors import FormatError, IntegrityError
 from torch_ckpt.manifest.digest import canonical_json, sha256_hex
-from torch_ckpt.manifest.index import check_cuts, parse_blocks, parse_tensors
+from torch_ckpt.manifest.fields import (
+    MAX_NUMBER,
+    array,
+    mapping,
+    matched,
+    number,
+    refuse,
+    short,
+    text,
+    texts,
+)
+from torch_ckpt.manifest.index import check_cuts, parse_bases, parse_blocks, parse_tensors
 from torch_ckpt.manifest.layout import check_name, is_ours
 from torch_ckpt.manifest.schema import (
+    ENCODED_FORMAT,
     FORMAT,
+    Borrowed,
     Json,
     Manifest,
     Part,
@@ -28,15 +41,13 @@ from torch_ckpt.manifest.schema import (
     Vote,
 )
 
-READABLE = (FORMAT,)
-"""The format versions that this version reads."""
+READABLE = {"manifest": (FORMAT,), "part": (FORMAT, ENCODED_FORMAT), "index": (FORMAT,)}
+"""The format versions that this version reads, by kind of document."""
 
 MAX_DEPTH = 256
 """Arrays and objects inside each other; deeper ones could exhaust a reader's stack."""
 
 MAX_WORLD_SIZE = 1 << 20
-MAX_NUMBER = 1 << 62
-"""Steps, sizes and offsets stay below this, so that sums of a few fit 64 bits."""
 
 _ATTEMPT = re.compile(r"[0-9a-f]{8}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -51,6 +62,8 @@ _VOTE_FIELDS = frozenset(
     ["format", "kind", "step", "attempt", "run", "rank", "world_size", "files"]
 )
 _PART_FIELDS = _VOTE_FIELDS | {"blocks", "tensors", "aliases", "tree", "per_rank"}
+_ENCODED_VOTE_FIELDS = frozenset(["borrowed"])
+_ENCODED_PART_FIELDS = frozenset(["borrowed", "bases"])
 
 
 def parse_manifest(data: bytes, *, file: str) -> Manifest:
@@ -62,7 +75,7 @@ def parse_manifest(data: bytes, *, file: str) -> Manifest:
     """
     doc = _document(data, kind="manifest", fields=_MANIFEST_FIELDS, file=file)
     _check_own_digest(doc, data, file=file)
-    world_size = _number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE)
+    world_size = number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE)
     return _manifest(doc, _part_files(doc, world_size, file), file)
 
 
@@ -76,35 +89,35 @@ def parse_index(data: bytes, *, file: str) -> list[Summary]:
     with _uncollected():
         doc = _document(data, kind="index", fields=_INDEX_FIELDS, file=file)
         _check_own_digest(doc, data, file=file)
-        return [_summary(item, file) for item in _list(doc, "generations", file)]
+        return [_summary(item, file) for item in array(doc, "generations", file)]
 
 
 def _summary(item: Any, file: str) -> Summary:
     if type(item) is not dict or item.keys() != _SUMMARY_FIELDS:
-        _refuse(file, f"generations holds {_short(item)}, which is no summary")
+        refuse(file, f"generations holds {short(item)}, which is no summary")
     return Summary(
-        folder=check_name(_text(item, "folder", file), file=file),
+        folder=check_name(text(item, "folder", file), file=file),
         manifest=_manifest(item, (), file),
-        parts_bytes=_number(item, "parts_bytes", file),
-        sha256=_matched(item, "manifest_sha256", _SHA256, file),
+        parts_bytes=number(item, "parts_bytes", file),
+        sha256=matched(item, "manifest_sha256", _SHA256, file),
     )
 
 
 def _manifest(doc: Mapping[str, Any], parts: tuple[StoredFile, ...], file: str) -> Manifest:
     return Manifest(
-        step=_number(doc, "step", file),
-        attempt=_matched(doc, "attempt", _ATTEMPT, file),
-        run=_text(doc, "run", file),
-        created=_text(doc, "created", file),
-        world_size=_number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE),
+        step=number(doc, "step", file),
+        attempt=matched(doc, "attempt", _ATTEMPT, file),
+        run=text(doc, "run", file),
+        created=text(doc, "created", file),
+        world_size=number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE),
         parts=parts,
-        bytes=_number(doc, "bytes", file),
+        bytes=number(doc, "bytes", file),
         parent=_check_depth(_parent(doc, file), file),
         mesh=_check_depth(doc["mesh"], file),
         bases=_bases(doc, file),
-        tags=_texts(doc, "tags", file),
+        tags=texts(doc, "tags", file),
         metrics=_metrics(doc, file),
-        framework=_texts(doc, "framework", file),
+        framework=texts(doc, "framework", file),
     )
 
 
@@ -114,7 +127,8 @@ def parse_vote(data: bytes, *, file: str) -> Vote:
     Raises:
         FormatError: they are not those of a part that this version reads.
     """
-    return _vote(_document(data, kind="part", fields=_VOTE_FIELDS, file=file), file)
+    more = _ENCODED_VOTE_FIELDS
+    return _vote(_document(data, kind="part", fields=_VOTE_FIELDS, more=more, file=file), file)
 
 
 def parse_part(data: bytes, *, file: str) -> Part:
@@ -141,20 +155,23 @@ def _uncollected() -> Iterator[None]:
 
 
 def _parse_part(data: bytes, file: str) -> Part:
-    doc = _document(data, kind="part", fields=_PART_FIELDS, file=file)
+    doc = _document(data, kind="part", fields=_PART_FIELDS, more=_ENCODED_PART_FIELDS, file=file)
     vote = _vote(doc, file)
-    blocks = parse_blocks(_list(doc, "blocks", file), vote.files, file=file)
+    bases = None
+    if doc["format"] == ENCODED_FORMAT:
+        bases = parse_bases(array(doc, "bases", file), vote, file=file)
+    blocks = parse_blocks(array(doc, "blocks", file), vote, bases, file=file)
     raw_bytes = sum(block.raw_bytes for block in blocks)
-    tensors = parse_tensors(_list(doc, "tensors", file), raw_bytes, file=file)
+    tensors = parse_tensors(array(doc, "tensors", file), raw_bytes, file=file)
     check_cuts(blocks, tensors, file=file)
-    aliases = _texts(doc, "aliases", file)
+    aliases = texts(doc, "aliases", file)
     names = {tensor.name for tensor in tensors}
     for alias, target in aliases.items():
         if alias in names or target in aliases:
-            _refuse(file, f"alias {alias!r} is a tensor itself or leads to another alias")
+            refuse(file, f"alias {alias!r} is a tensor itself or leads to another alias")
         # With several ranks the target may be in another part: `check_parts` looks there.
         if vote.world_size == 1 and target not in names:
-            _refuse(file, f"alias {alias!r} leads to {target!r}, which is no tensor")
+            refuse(file, f"alias {alias!r} leads to {target!r}, which is no tensor")
     return Part(
         step=vote.step,
         attempt=vote.attempt,
@@ -166,43 +183,51 @@ def _parse_part(data: bytes, file: str) -> Part:
         tensors=tensors,
         aliases=aliases,
         tree=_check_depth(doc["tree"], file),
-        per_rank=_check_depth(_mapping(doc, "per_rank", file), file),
+        per_rank=_check_depth(mapping(doc, "per_rank", file), file),
+        borrowed=vote.borrowed,
+        bases=bases or (),
     )
 
 
 def _vote(doc: dict[str, Any], file: str) -> Vote:
-    world_size = _number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE)
+    world_size = number(doc, "world_size", file, low=1, high=MAX_WORLD_SIZE)
     return Vote(
-        step=_number(doc, "step", file),
-        attempt=_matched(doc, "attempt", _ATTEMPT, file),
-        run=_text(doc, "run", file),
-        rank=_number(doc, "rank", file, high=world_size),
+        step=number(doc, "step", file),
+        attempt=matched(doc, "attempt", _ATTEMPT, file),
+        run=text(doc, "run", file),
+        rank=number(doc, "rank", file, high=world_size),
         world_size=world_size,
         files=_shards(doc, file),
+        borrowed=_borrowed(doc, file) if doc["format"] == ENCODED_FORMAT else (),
     )
 
 
-def _refuse(file: str, reason: str) -> NoReturn:
-    raise FormatError(file=file, reason=reason)
-
-
-def _document(data: bytes, *, kind: str, fields: frozenset[str], file: str) -> dict[str, Any]:
+def _document(
+    data: bytes,
+    *,
+    kind: str,
+    fields: frozenset[str],
+    more: frozenset[str] = frozenset(),
+    file: str,
+) -> dict[str, Any]:
+    """The object in `data`; one of the encoded format has `more` fields."""
     doc = _load(data, file)
     if type(doc) is not dict:
-        _refuse(file, f"is not a {kind}: a JSON object was expected")
+        refuse(file, f"is not a {kind}: a JSON object was expected")
     if doc.get("kind") != kind:
-        _refuse(file, f"is not a {kind}: its kind is {_short(doc.get('kind'))}")
+        refuse(file, f"is not a {kind}: its kind is {short(doc.get('kind'))}")
     version = doc.get("format")
-    if version not in READABLE:
-        _refuse(
+    if version not in READABLE[kind]:
+        refuse(
             file,
-            f"has format {_short(version)}; this version reads {', '.join(READABLE)}. "
+            f"has format {short(version)}; this version reads {', '.join(READABLE[kind])}. "
             "Read it with the version of torch-ckpt that wrote it, or a later one",
         )
+    fields = fields | more if version == ENCODED_FORMAT else fields
     if doc.keys() != fields:
         # A field this version does not know could change what the others mean.
-        odd = ", ".join(sorted(map(_short, doc.keys() ^ fields))[:5])
-        _refuse(file, f"lacks these fields or must not have them: {odd}")
+        odd = ", ".join(sorted(map(short, doc.keys() ^ fields))[:5])
+        refuse(file, f"lacks these fields or must not have them: {odd}")
     return doc
 
 
@@ -210,7 +235,7 @@ def _load(data: bytes, file: str) -> Json:
     try:
         doc = json.loads(str(data, "ascii"), parse_constant=_no_constant)
     except RecursionError:
-        _refuse(file, f"is nested more than {MAX_DEPTH} deep")
+        refuse(file, f"is nested more than {MAX_DEPTH} deep")
     except ValueError as error:
         raise FormatError(file=file, reason=f"is not JSON: {error}") from error
     return doc
@@ -227,7 +252,7 @@ def _check_depth(value: Json, file: str) -> Json:
     ]:
         depth += 1
         if depth > MAX_DEPTH:
-            _refuse(file, f"is nested more than {MAX_DEPTH} deep")
+            refuse(file, f"is nested more than {MAX_DEPTH} deep")
     return value
 
 
@@ -247,89 +272,39 @@ def _check_own_digest(doc: dict[str, Any], data: bytes, *, file: str) -> None:
         raise IntegrityError(
             file=file,
             offset=0,
-            reason=f"its SHA-256 is {found[:12]} and it says {_short(doc['sha256'])}"
+            reason=f"its SHA-256 is {found[:12]} and it says {short(doc['sha256'])}"
             if doc["sha256"] != found
             else "it is not in canonical form, so it was changed after it was written",
         )
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _number(
-    doc: Mapping[str, Any], key: str, file: str, *, low: int = 0, high: int = MAX_NUMBER
-) -> int:
-    value = doc[key]
-    if type(value) is not int or not low <= value < high:
-        _refuse(file, f"{key} is {_short(value)}, not a whole number from {low} to {high - 1}")
-    return value
-
-
-def _text(doc: Mapping[str, Any], key: str, file: str) -> str:
-    value = doc[key]
-    if type(value) is not str:
-        _refuse(file, f"{key} is {_short(value)}, not a string")
-    return value
-
-
-def _matched(doc: Mapping[str, Any], key: str, pattern: re.Pattern[str], file: str) -> str:
-    value = _text(doc, key, file)
-    if pattern.fullmatch(value) is None:
-        _refuse(file, f"{key} is {_short(value)}, which does not match {pattern.pattern}")
-    return value
-
-
-def _list(doc: Mapping[str, Any], key: str, file: str) -> list[Any]:
-    value = doc[key]
-    if type(value) is not list:
-        _refuse(file, f"{key} is {_short(value)}, not an array")
-    return value
-
-
-def _mapping(doc: Mapping[str, Any], key: str, file: str) -> dict[str, Any]:
-    value = doc[key]
-    if type(value) is not dict:
-        _refuse(file, f"{key} is {_short(value)}, not an object")
-    return value
-
-
-def _texts(doc: Mapping[str, Any], key: str, file: str) -> dict[str, str]:
-    value = _mapping(doc, key, file)
-    for name, text in value.items():
-        if type(text) is not str:
-            _refuse(file, f"{key}[{_short(name)}] is {_short(text)}, not a string")
-    return value
-
-
 def _metrics(doc: Mapping[str, Any], file: str) -> dict[str, float]:
     metrics = {}
-    for name, value in _mapping(doc, "metrics", file).items():
+    for name, value in mapping(doc, "metrics", file).items():
         if type(value) is str and value in _FLOATS:
             metrics[name] = _FLOATS[value]
         elif type(value) is float or (type(value) is int and abs(value) < MAX_NUMBER):
             metrics[name] = float(value)
         else:
-            _refuse(file, f"metrics[{_short(name)}] is {_short(value)}, not a number")
+            refuse(file, f"metrics[{short(name)}] is {short(value)}, not a number")
     return metrics
 
 
 def _parent(doc: Mapping[str, Any], file: str) -> dict[str, Any] | None:
     if doc["parent"] is None:
         return None
-    parent = _mapping(doc, "parent", file)
+    parent = mapping(doc, "parent", file)
     if not parent.keys() >= {"step", "attempt"}:
-        _refuse(file, "parent lacks step or attempt")
-    _number(parent, "step", file)
-    _matched(parent, "attempt", _ATTEMPT, file)
+        refuse(file, "parent lacks step or attempt")
+    number(parent, "step", file)
+    matched(parent, "attempt", _ATTEMPT, file)
     return parent
 
 
 def _bases(doc: Mapping[str, Any], file: str) -> tuple[int, ...]:
-    bases = _list(doc, "bases", file)
+    bases = array(doc, "bases", file)
     for base in bases:
-        _number({"bases": base}, "bases", file)
+        number({"bases": base}, "bases", file)
     return tuple(bases)
 
 
@@ -341,42 +316,63 @@ def _objects(
     build: Callable[[dict[str, Any], str], StoredFile],
 ) -> tuple[StoredFile, ...]:
     built = []
-    for item in _list(doc, key, file):
+    for item in array(doc, key, file):
         if type(item) is not dict or item.keys() != fields:
-            _refuse(file, f"{key} holds {_short(item)}, not an object of {', '.join(fields)}")
+            refuse(file, f"{key} holds {short(item)}, not an object of {', '.join(fields)}")
         built.append(build(item, file))
     if len({entry.name for entry in built}) != len(built):
-        _refuse(file, f"{key} names a file twice")
+        refuse(file, f"{key} names a file twice")
     return tuple(built)
 
 
 def _file_name(item: Mapping[str, Any], file: str, endings: tuple[str, ...]) -> str:
-    name = check_name(_text(item, "name", file), file=file)
+    name = check_name(text(item, "name", file), file=file)
     # Deleting a generation removes what it names, so it may name nothing but files of saves.
     if len(name) > 255 or not is_ours(name) or not name.endswith(endings):
-        _refuse(file, f"names {_short(name)}, which is not a file that a save writes here")
+        refuse(file, f"names {short(name)}, which is not a file that a save writes here")
     return name
 
 
 def _part_file(item: dict[str, Any], file: str) -> StoredFile:
     return StoredFile(
         name=_file_name(item, file, (".json",)),
-        bytes=_number(item, "bytes", file),
-        sha256=_matched(item, "sha256", _SHA256, file),
+        bytes=number(item, "bytes", file),
+        sha256=matched(item, "sha256", _SHA256, file),
     )
 
 
 def _shard(item: dict[str, Any], file: str) -> StoredFile:
     return StoredFile(
         name=_file_name(item, file, (".safetensors", ".blocks")),
-        bytes=_number(item, "bytes", file),
+        bytes=number(item, "bytes", file),
     )
+
+
+def _borrowed(doc: Mapping[str, Any], file: str) -> tuple[Borrowed, ...]:
+    fields = frozenset({"step", "attempt", "folder", "name", "bytes"})
+    borrowed = []
+    for item in array(doc, "borrowed", file):
+        if type(item) is not dict or item.keys() != fields:
+            refuse(file, f"borrowed holds {short(item)}, not an object of {', '.join(fields)}")
+        borrowed.append(
+            Borrowed(
+                # Each is of an earlier step than who borrows it, so there is no circle.
+                step=number(item, "step", file, high=max(1, doc["step"])),
+                attempt=matched(item, "attempt", _ATTEMPT, file),
+                folder=check_name(text(item, "folder", file), file=file),
+                name=_file_name(item, file, (".safetensors", ".blocks")),
+                bytes=number(item, "bytes", file),
+            )
+        )
+    if len({(one.folder, one.name) for one in borrowed}) != len(borrowed):
+        refuse(file, "borrowed names a file twice")
+    return tuple(borrowed)
 
 
 def _part_files(doc: Mapping[str, Any], world_size: int, file: str) -> tuple[StoredFile, ...]:
     parts = _objects(doc, "parts", frozenset({"name", "bytes", "sha256"}), file, _part_file)
     if len(parts) != world_size:
-        _refuse(file, f"names {len(parts)} parts for a world size of {world_size}")
+        refuse(file, f"names {len(parts)} parts for a world size of {world_size}")
     return parts
 
 

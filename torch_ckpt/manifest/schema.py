@@ -15,6 +15,9 @@ from torch_ckpt.manifest.digest import canonical_json, ordered_json, sha256_hex
 from torch_ckpt.manifest.dtypes import DTYPES
 
 FORMAT = "torch-ckpt/1"
+ENCODED_FORMAT = "torch-ckpt/2"
+"""Of a part whose blocks are encoded or lie in other generations; it has more fields."""
+
 BLOCK_BYTES = 8 << 20
 """No block holds more raw bytes than this."""
 
@@ -33,11 +36,22 @@ class StoredFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Borrowed:
+    """A shard of an earlier generation in which blocks of this part lie."""
+
+    step: int
+    attempt: str
+    folder: str
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
     """A run of stored bytes that is hashed, encoded and read as one."""
 
     file: int
-    """Index into the part's files."""
+    """Index into the part's files, and behind these into its borrowed ones."""
     offset: int
     """First byte in that file."""
     bytes: int
@@ -49,6 +63,8 @@ class Block:
     xxh3: str
     """Of the decoded bytes."""
     codec: str = "raw"
+    base: int | None = None
+    """Index into the part's bases, where the codec needs one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +107,7 @@ class Vote:
     rank: int
     world_size: int
     files: tuple[StoredFile, ...]
+    borrowed: tuple[Borrowed, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +128,22 @@ class Part:
     """The typed JSON of the whole state; rank 0's part carries it, other parts have None."""
     per_rank: Mapping[str, Json] = field(default_factory=dict)
     """Typed JSON of values that belong to this rank alone, by key path."""
+    borrowed: tuple[Borrowed, ...] = ()
+    bases: tuple[Block, ...] = ()
+    """Blocks outside the raw space that others are decoded against; the base of one of them
+    comes before it."""
+
+    @property
+    def encoded(self) -> bool:
+        """Whether reading it takes more than its own raw blocks."""
+        return bool(self.borrowed or self.bases or any(b.codec != "raw" for b in self.blocks))
+
+    def file_name(self, block: Block, folder: str) -> str:
+        """The shard of a block relative to the root, for a part in `folder`."""
+        if block.file < len(self.files):
+            return f"{folder}/{self.files[block.file].name}"
+        borrowed = self.borrowed[block.file - len(self.files)]
+        return f"{borrowed.folder}/{borrowed.name}"
 
     def block_starts(self) -> list[int]:
         """First raw byte of every block, and the end of the last one."""
@@ -121,9 +154,11 @@ class Part:
 
         The fields of a vote come first and `per_rank` last: a coordinator reads these alone.
         """
+        more = self.encoded
+        borrowed = [_fields(one) for one in self.borrowed]
         return ordered_json(
             {
-                "format": FORMAT,
+                "format": ENCODED_FORMAT if more else FORMAT,
                 "kind": "part",
                 "step": self.step,
                 "attempt": self.attempt,
@@ -131,18 +166,9 @@ class Part:
                 "rank": self.rank,
                 "world_size": self.world_size,
                 "files": [{"name": f.name, "bytes": f.bytes} for f in self.files],
-                "blocks": [
-                    {
-                        "file": b.file,
-                        "offset": b.offset,
-                        "bytes": b.bytes,
-                        "raw_bytes": b.raw_bytes,
-                        "codec": b.codec,
-                        "sha256": b.sha256,
-                        "xxh3": b.xxh3,
-                    }
-                    for b in self.blocks
-                ],
+                **({"borrowed": borrowed} if more else {}),
+                "blocks": [_block(b, more) for b in self.blocks],
+                **({"bases": [_block(b, more) for b in self.bases]} if more else {}),
                 "tensors": [
                     {
                         "name": t.name,
@@ -255,6 +281,23 @@ def dump_index(summaries: Iterable[Summary]) -> bytes:
         for one in summaries
     ]
     return _signed({"format": FORMAT, "kind": "index", "generations": generations})
+
+
+def _block(block: Block, with_base: bool) -> dict[str, Json]:
+    document: dict[str, Json] = {
+        "file": block.file,
+        "offset": block.offset,
+        "bytes": block.bytes,
+        "raw_bytes": block.raw_bytes,
+        "codec": block.codec,
+        "sha256": block.sha256,
+        "xxh3": block.xxh3,
+    }
+    return {**document, "base": block.base} if with_base else document
+
+
+def _fields(one: Borrowed) -> dict[str, Json]:
+    return {name: getattr(one, name) for name in ("step", "attempt", "folder", "name", "bytes")}
 
 
 def _signed(body: dict[str, Json]) -> bytes:

@@ -25,13 +25,15 @@ _PAGE = 4096
 class DirectSink:
     """A new file of known size; any thread may write any part, each part once.
 
+    If the size is not `exact`, it is the largest possible, and parts come in order.
+
     A write is direct when it covers whole pages (the file's end counts as one): pages are then
     never shared with a buffered write. The rest, and what the kernel refuses to write directly
     (an unaligned address, a file system without O_DIRECT), goes through the page cache.
     """
 
-    def __init__(self, path: str, size: int) -> None:
-        self._path, self._size = path, size
+    def __init__(self, path: str, size: int, *, exact: bool = True) -> None:
+        self._path, self._size, self._exact = path, size, exact
         self._given = 0
         self._done = False
         self._lock = threading.Lock()
@@ -66,12 +68,12 @@ class DirectSink:
             self._given += len(data)
 
     def finish(self) -> None:
-        if self._given != self._size:
+        if self._exact and self._given != self._size:
             raise StorageError(
                 f"{self._path} was given {self._given} of {self._size} bytes; save again"
             )
         with reported("finish", self._path):
-            os.ftruncate(self._buffered, self._size)  # cuts off what pads the last page
+            os.ftruncate(self._buffered, self._given)  # cuts off what pads the last page
             os.fsync(self._buffered)
             while self._files:
                 os.close(self._files.pop())  # network file systems report late errors here

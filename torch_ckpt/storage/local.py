@@ -79,10 +79,10 @@ class LocalStore:
         with self._opened(name) as (file, _):
             return _read_all(file, offset, target)
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int, *, exact: bool = True) -> Sink:
         path = self._path(name)
         with reported("create", path):
-            return DirectSink(path, size)
+            return DirectSink(path, size, exact=exact)
 
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:
         path = self._path(name)

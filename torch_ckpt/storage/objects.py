@@ -139,14 +139,15 @@ class ObjectStore:
                 break
         return done
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int, *, exact: bool = True) -> Sink:
         self._key(name)
         shape = Shape(size)
         return Stream(
             where=self._where(name),
             size=size,
+            exact=exact,
             shape=shape,
-            send=lambda bytes_in_parts: self._send(name, size, shape, bytes_in_parts),
+            send=lambda bytes_in_parts: self._send(name, size, shape, bytes_in_parts, exact=exact),
         )
 
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:
@@ -158,7 +159,15 @@ class ObjectStore:
         finally:
             source.close()
 
-    def _send(self, name: str, size: int, shape: Shape, source: Iterator[memoryview]) -> None:
+    def _send(
+        self,
+        name: str,
+        size: int,
+        shape: Shape,
+        source: Iterator[memoryview],
+        *,
+        exact: bool = True,
+    ) -> None:
         """Store the parts that `source` brings, and see that all of them are there."""
         key = self._key(name)
         client = self._client(2.0 * shape.part_bytes / PART_BYTES)
@@ -189,6 +198,7 @@ class ObjectStore:
             # Also what the server answers when the answer that it had finished was lost.
             if not (is_forgotten(error) and self._tag(name) not in {None, before}):
                 raise refusal("write", self._where(name), error) from None
+        size = size if exact else source.bytes
         if (stored := self._size(name)) != size:
             self.delete(name)
             raise StorageError(
@@ -356,6 +366,8 @@ class _Remembering:
 
     def __init__(self, source: Iterator[memoryview]) -> None:
         self._source = source
+        self.bytes = 0
+        """What it has brought so far."""
         self.failure: BaseException | None = None
 
     def __iter__(self) -> Iterator[memoryview]:
@@ -363,9 +375,11 @@ class _Remembering:
 
     def __next__(self) -> memoryview:
         try:
-            return next(self._source)
+            part = next(self._source)
         except StopIteration:
             raise
         except BaseException as error:
             self.failure = error
             raise
+        self.bytes += len(part)
+        return part

@@ -98,11 +98,11 @@ class FsspecStore:
         target[: len(data)] = data
         return len(data)
 
-    def create(self, name: str, size: int) -> Sink:
+    def create(self, name: str, size: int, *, exact: bool = True) -> Sink:
         with _reported("create", self._where(name)):
             request_bytes = max(_REQUEST_BYTES, -(-size // _MAX_REQUESTS))
             file = self._fs.open(self._path(name), "wb", block_size=request_bytes)
-        return StreamSink(self, file, name, size)
+        return StreamSink(self, file, name, size, exact=exact)
 
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:
         where = self._where(name)
@@ -233,8 +233,11 @@ class FsspecStore:
 class StreamSink:
     """An object being uploaded from its first byte to its last, by one thread."""
 
-    def __init__(self, store: FsspecStore, file: Any, name: str, size: int) -> None:
-        self._store, self._file, self._name, self._size = store, file, name, size
+    def __init__(
+        self, store: FsspecStore, file: Any, name: str, size: int, *, exact: bool = True
+    ) -> None:
+        self._store, self._file, self._name = store, file, name
+        self._size, self._exact = size, exact
         self._where = f"{store.url}/{name}"
         self._given = 0
         self._done = False
@@ -251,7 +254,7 @@ class StreamSink:
         self._given += len(data)
 
     def finish(self) -> None:
-        if self._given != self._size:
+        if self._exact and self._given != self._size:
             raise StorageError(
                 f"{self._where} was given {self._given} of {self._size} bytes; save again"
             )

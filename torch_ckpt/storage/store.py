@@ -89,8 +89,12 @@ class Store(Protocol):
         """Fill `target` from `offset` on; return the bytes read, fewer only at the end of file."""
         ...
 
-    def create(self, name: str, size: int) -> Sink:
-        """Begin a file of exactly `size` bytes under a name that is not in use."""
+    def create(self, name: str, size: int, *, exact: bool = True) -> Sink:
+        """Begin a file of `size` bytes under a name that is not in use.
+
+        If not `exact`, it has at most so many, at least one, is written in order, and ends where
+        the last write did.
+        """
         ...
 
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:

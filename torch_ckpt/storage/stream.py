@@ -22,10 +22,12 @@ class Stream:
         *,
         where: str,
         size: int,
+        exact: bool = True,
         shape: Shape,
         send: Callable[[Iterator[memoryview]], None],
     ) -> None:
-        self._where, self._size, self._shape, self._send = where, size, shape, send
+        self._where, self._size, self._exact = where, size, exact
+        self._shape, self._send = shape, send
         self._buffers = Buffers(shape.buffers, min(shape.part_bytes, max(size, 1)))
         self._memory: mmap.mmap | None = None
         self._filled = 0
@@ -56,11 +58,16 @@ class Stream:
             self._filled, self._given = self._filled + count, self._given + count
             data = data[count:]
             if self._filled == self._shape.part_bytes or self._given == self._size:
-                self._parts.put(self._buffers.lend(self._memory, self._filled))
-                self._memory, self._filled = None, 0
+                self._pass_on(self._memory)
+
+    def _pass_on(self, memory: mmap.mmap) -> None:
+        self._parts.put(self._buffers.lend(memory, self._filled))
+        self._memory, self._filled = None, 0
 
     def finish(self) -> None:
-        if self._given != self._size:
+        if self._memory is not None and not self._exact:
+            self._pass_on(self._memory)
+        elif self._exact and self._given != self._size:
             raise StorageError(
                 f"{self._where} was given {self._given} of {self._size} bytes; save again"
             )

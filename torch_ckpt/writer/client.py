@@ -40,6 +40,8 @@ _JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 class WriterClient:
     """One writer, from start to end; a dead one is replaced by a new client.
 
+    `duties` are further options of the writer.
+
     All callbacks run on the client's own thread. `busy` says whether an answer is due, since the
     time-out counts only then; `overdue` gives a reason to end a writer that answers and does
     not get on.
@@ -51,7 +53,7 @@ class WriterClient:
         root: str,
         rank: int,
         storage_options: Mapping[str, Any] | None,
-        tiers: Mapping[str, Any] | None = None,
+        duties: Mapping[str, Any],
         timeout_s: float,
         on_event: Callable[[Message], None],
         on_death: Callable[[WriterClient, str], None],
@@ -69,9 +71,7 @@ class WriterClient:
         """Why this writer cannot be used any more."""
         ours, theirs = channel_pair()
         self._channel = Channel(ours)
-        served = {"root": root, "rank": rank, "storage_options": storage_options}
-        if tiers is not None:
-            served["tiers"] = tiers
+        served = {"root": root, "rank": rank, "storage_options": storage_options, **duties}
         drop_on_fork(self)
         if can_outlive():
             try:

@@ -25,6 +25,7 @@ from typing import Any
 from torch_ckpt.errors import CkptError
 from torch_ckpt.storage.store import Store, open_beside, open_store
 from torch_ckpt.writer import orphan
+from torch_ckpt.writer.encode import Encoder, Encoding, Share
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.leftovers import refuse
 from torch_ckpt.writer.neighbours import Neighbours
@@ -51,6 +52,7 @@ class _Pending:
     confirmed: threading.Event = field(default_factory=threading.Event)
     discarded: str | None = None
     released: bool = False
+    arrived: float = field(default_factory=time.monotonic)
 
 
 class Writer:
@@ -65,6 +67,7 @@ class Writer:
         trainer: int | None,
         storage_options: Mapping[str, Any] | None = None,
         tiers: Mapping[str, Any] | None = None,
+        encoding: Mapping[str, Any] | None = None,
         slabs: dict[int, memoryview] | None = None,
         listener: socket.socket | None = None,
     ) -> None:
@@ -89,6 +92,7 @@ class Writer:
                 primary=lambda: open_store(root, storage_options),
                 report=self._report,
             )
+        self._encoder = None if encoding is None else Encoder(Encoding(**encoding))
         self._removals = Removals(None if self._tiers is None else self._tiers.let_go)
         self._step: int | None = None
         self._parent: Mapping[str, Any] | None = None
@@ -243,20 +247,22 @@ class Writer:
         for folder in message.get("lost", ()):
             self._outcomes.failed(store, folder)
         self._outcomes.begin(job, store)
+        share = Share(self._encoder if job.root == self._root else None, pending.arrived)
         watch = Watch(
             released=lambda: self._release(pending),
             confirmed=lambda: self._await_confirmation(pending),
             abandoned=lambda: self._abandoned.get(job.attempt),
             alone=self._trainer_gone.is_set,
             gone=self._neighbours.gone,
-            **self._tier_duties(job, slab),
+            **self._duties(job, slab, share),
         )
         if job.rank == 0:
             self._neighbours.look(range(1, job.world_size))
         try:
-            manifest = persist(job, slab, store, self._pool, watch)
+            manifest = persist(job, slab, store, self._pool, watch, share.write)
         except BaseException:
             self._outcomes.failed(store, job.folder)
+            share.failed()
             raise
         finally:
             for failure in self._outcomes.in_vain():
@@ -270,17 +276,19 @@ class Writer:
                 "job": pending.number,
                 "persist_s": time.monotonic() - began,
                 "bytes": manifest.bytes,
+                "held": share.holds,
             }
         )
         if self._tiers is not None and job.root == self._root:
             self._tiers.voted(job, manifest, store)
         self._removals.committed()
 
-    def _tier_duties(self, job: Job, slab: memoryview) -> dict[str, Any]:
+    def _duties(self, job: Job, slab: memoryview, share: Share) -> dict[str, Any]:
+        """What a save has to do besides: for the tiers, or for the next save."""
         tiers = self._tiers
+        duties: dict[str, Any] = {} if share.encoder is None else {"keep": share.keep}
         if tiers is None or job.root != self._root:
-            return {}
-        duties: dict[str, Any] = {}
+            return duties
         if tiers.options.archive is not None:
             duties["prune"] = lambda store, rule: tiers.prune_primary(store, rule, job.run)
         if (cache := tiers.cache) is not None:

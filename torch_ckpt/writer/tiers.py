@@ -20,7 +20,7 @@ from typing import Any
 from torch_ckpt.errors import ArchiveTaken, CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
 from torch_ckpt.generations.index import write_index
-from torch_ckpt.generations.leaving import unwanted
+from torch_ckpt.generations.leaving import bases_first, unwanted
 from torch_ckpt.generations.prune import prune
 from torch_ckpt.generations.retention import Retention, from_json
 from torch_ckpt.manifest.schema import Manifest
@@ -280,6 +280,9 @@ class Tiers:
             if promoter.has(one):
                 self._over(one)
                 return
+            if (lost := self._lost_base(one)) is not None:
+                self._over(one, reason=f"it builds on step {lost}, which is not archived")
+                return
             try:
                 promoter.send(one)
             except PromotionRefused as refusal:
@@ -292,12 +295,25 @@ class Tiers:
             self._sent.add(one.id)
         if self._rank != 0:
             self._over(one)
-        elif promoter.complete(one):
+        elif promoter.complete(one) and self._bases_archived(one):
             promoter.commit(one)
             promoter.tidy(one.folder)
             self._over(one)
             logger.info("step %d is archived in %s", one.step, promoter.archive.url)
             self._prune(promoter, one.manifest.run)
+
+    def _lost_base(self, one: Generation) -> int | None:
+        """A step that a generation builds on and that the archive will never have."""
+        for base in list(self._known.values()):
+            gone = base.id in self._passed or "damaged" in base.tags
+            if gone and base.step in one.manifest.bases:
+                return base.step
+        return None
+
+    def _bases_archived(self, one: Generation) -> bool:
+        """Whether the archive has what a generation builds on; else it comes in a later round."""
+        there = {step for step, _ in self._archived}
+        return there.issuperset(one.manifest.bases)
 
     def _prune(self, promoter: Promoter, run: str) -> None:
         """Let both tiers go of what they may; a failure is a warning."""
@@ -334,7 +350,7 @@ class Tiers:
         return set(known) - unwanted(self._keep_archive, list(known.values()))
 
     def _waiting(self) -> list[Generation]:
-        """Committed and wanted in the archive, and not there: newest first.
+        """Committed and wanted in the archive, and not there: newest first, after its bases.
 
         What is damaged is sent to nobody; what was set aside is, since it is kept as it is.
         """
@@ -346,7 +362,7 @@ class Tiers:
         for key in known.keys() - wanted - over:
             self._over(known[key], reason="the archive's rule does not keep it")
         found = [known[key] for key in wanted - over if "damaged" not in known[key].tags]
-        return sorted(found, key=newest_first)
+        return bases_first(sorted(found, key=newest_first))
 
     def _over(self, one: Generation, reason: str | None = None) -> None:
         """A generation is archived as far as this rank can tell, or never will be."""

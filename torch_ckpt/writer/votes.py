@@ -13,12 +13,13 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from torch_ckpt.errors import SaveFailed
-from torch_ckpt.manifest.commit import collect_vote
+from torch_ckpt.manifest.commit import collect_vote, read_manifest
 from torch_ckpt.manifest.layout import attempt_of, part_name, refusal_name, shard_name
-from torch_ckpt.manifest.schema import StoredFile, Vote
+from torch_ckpt.manifest.schema import Borrowed, StoredFile, Vote
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.leftovers import refusal
+from torch_ckpt.writer.shard import Written
 
 logger = logging.getLogger(__name__)
 
@@ -53,10 +54,12 @@ class Votes:
 
     parts: tuple[StoredFile, ...]
     shard_bytes: int
+    bases: tuple[int, ...] = ()
+    """The steps that they build on."""
 
 
 def await_votes(
-    store: Store, job: Job, own: StoredFile, own_bytes: int, pool: Executor, outside: Outside
+    store: Store, job: Job, own: tuple[StoredFile, Written], pool: Executor, outside: Outside
 ) -> Votes:
     """Return once the parts of all ranks are there.
 
@@ -70,11 +73,12 @@ def await_votes(
     checked its own part as a reader would, before it voted.
 
     Raises:
-        SaveFailed: a rank refused or did not vote in time, or the save was abandoned.
+        SaveFailed: a rank refused or did not vote in time, the save was abandoned, or a part
+            builds on what is not committed.
         FormatError: a part is not what the writer of its rank makes.
     """
     wait = _Wait(job=job, outside=outside)
-    parts, shard_bytes = {0: own}, own_bytes
+    parts, shard_bytes, borrowed = {0: own[0]}, own[1].bytes, set(own[1].borrowed)
     missing = {part_name(rank, job.attempt): rank for rank in range(1, job.world_size)}
     while True:
         there = {entry.name: entry.bytes for entry in store.entries(job.folder)}
@@ -88,12 +92,27 @@ def await_votes(
             parts[rank], vote = collected
             _check(vote, job, rank, f"{store.url}/{job.folder}/{name}")
             shard_bytes += sum(shard.bytes for shard in vote.files)
+            borrowed.update(vote.borrowed)
         if not missing:
             break
         _check_refusals(store, job, missing.values(), there)
         wait.go_on(there, sorted(missing.values()))
     ordered = tuple(parts[rank] for rank in range(job.world_size))
-    return Votes(parts=ordered, shard_bytes=shard_bytes)
+    return Votes(parts=ordered, shard_bytes=shard_bytes, bases=_bases(store, job, borrowed))
+
+
+def _bases(store: Store, job: Job, borrowed: Iterable[Borrowed]) -> tuple[int, ...]:
+    """The steps of the generations in which shards lie that parts borrow."""
+    needed = {(one.step, one.folder, one.attempt) for one in borrowed}
+    for step, folder, attempt in sorted(needed):
+        try:
+            found = read_manifest(store, folder).attempt
+        except FileNotFoundError:
+            found = None
+        if found != attempt:
+            reason = f"a rank built on step {step} in {folder}, which is not committed"
+            raise SaveFailed(step=job.step, reason=reason)
+    return tuple(sorted({step for step, _, _ in needed}))
 
 
 def _check(vote: Vote, job: Job, rank: int, file: str) -> None:

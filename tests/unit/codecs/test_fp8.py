@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.suites.codec_suite import FLOATS, CodecSuite, numbers
-from torch_ckpt.codecs import CodecError
+from torch_ckpt.codecs.codec import CodecError
 from torch_ckpt.codecs.floats import GROUP, KINDS, narrow, widen
 from torch_ckpt.codecs.fp8 import Fp8, Fp8Sqrt
 from torch_ckpt.codecs.streams import HEADER, PLANE, STORED

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.suites.codec_suite import CodecSuite, neighbour, numbers
-from torch_ckpt.codecs import NAMES, codec_named
 from torch_ckpt.codecs.codec import WORD_BYTES
 from torch_ckpt.codecs.delta import Delta, zag_zig, zig_zag
+from torch_ckpt.codecs.names import NAMES, codec_named
 from torch_ckpt.codecs.planes import Planes
 from torch_ckpt.manifest.dtypes import DTYPES
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from tests.suites.codec_suite import FLOATS, CodecSuite, numbers
-from torch_ckpt.codecs import Codec, LossyDelta, codec_named
+from torch_ckpt.codecs.codec import Codec
 from torch_ckpt.codecs.floats import GROUP, KINDS
+from torch_ckpt.codecs.names import codec_named
+from torch_ckpt.codecs.residual import LossyDelta
 
 
 class TestLossyDelta(CodecSuite):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from torch_ckpt.codecs import CodecError
+from torch_ckpt.codecs.codec import CodecError
 from torch_ckpt.codecs.streams import CONSTANT, PLANE, STORED, ZSTD, Cursor, join, pack_plane, split
 
 

@@ -21,10 +21,12 @@ from torch_ckpt.manifest.schema import Part, StoredFile
 from torch_ckpt.storage.local import LocalStore
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.leftovers import refuse, sweep_lost, withdraw_all
+from torch_ckpt.writer.shard import Written
 from torch_ckpt.writer.votes import Outside, Votes, await_votes
 
 ATTEMPT = "0123a005"
 OWN = StoredFile(name=part_name(0, ATTEMPT), bytes=10, sha256="a" * 64)
+SHARD = StoredFile(name=shard_name(0, ATTEMPT), bytes=7)
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def wait(
         commit_timeout_s=timeout_s,
     )
     outside = Outside(abandoned=abandoned, alone=lambda: alone, own_s=own_s)
-    return await_votes(store, job, OWN, 7, pool, outside)
+    return await_votes(store, job, (OWN, Written(files=(SHARD,))), pool, outside)
 
 
 def test_a_rank_alone_needs_no_storage(store: FaultyStore, pool: ThreadPoolExecutor) -> None:

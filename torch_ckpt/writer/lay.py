@@ -1,0 +1,67 @@
+"""Streams of unknown length, laid back to back in one file. Knows stores and pages."""
+
+from __future__ import annotations
+
+import mmap
+import time
+
+from torch_ckpt.manifest.layout import shard_name
+from torch_ckpt.manifest.schema import BLOCK_BYTES, StoredFile
+from torch_ckpt.storage.store import Sink, Store
+from torch_ckpt.writer.job import Job
+
+
+class Laid:
+    """An encoded shard that grows; there is no file until it has a byte."""
+
+    def __init__(self, job: Job, store: Store) -> None:
+        self._name = shard_name(job.rank, job.attempt, encoded=True)
+        self._folder, self._limit, self._store = job.folder, job.raw_bytes, store
+        self._sink: Sink | None = None
+        # Whole pages, as direct writes want them.
+        self._page_aligned = mmap.mmap(-1, BLOCK_BYTES)
+        self._filled = 0
+        self._written = 0
+        self.seconds = 0.0
+        """Spent in storage."""
+
+    @property
+    def bytes(self) -> int:
+        """Appended so far."""
+        return self._written + self._filled
+
+    def append(self, data: memoryview) -> int:
+        """Add bytes at the end; where they begin."""
+        offset = self.bytes
+        while data:
+            count = min(len(data), BLOCK_BYTES - self._filled)
+            self._page_aligned[self._filled : self._filled + count] = data[:count]
+            self._filled, data = self._filled + count, data[count:]
+            if self._filled == BLOCK_BYTES:
+                self._flush()
+        return offset
+
+    def finish(self) -> tuple[StoredFile, ...]:
+        """Make all of it durable; the file, if there is one."""
+        if self._filled:
+            self._flush()
+        if self._sink is None:
+            return ()
+        began = time.monotonic()
+        self._sink.finish()
+        self.seconds += time.monotonic() - began
+        return (StoredFile(name=self._name, bytes=self._written),)
+
+    def abandon(self) -> None:
+        """Drop the file."""
+        if self._sink is not None:
+            self._sink.abandon()
+
+    def _flush(self) -> None:
+        began = time.monotonic()
+        if self._sink is None:
+            name = f"{self._folder}/{self._name}"
+            self._sink = self._store.create(name, self._limit, exact=False)
+        self._sink.write_at(self._written, memoryview(self._page_aligned)[: self._filled])
+        self._written, self._filled = self._written + self._filled, 0
+        self.seconds += time.monotonic() - began
