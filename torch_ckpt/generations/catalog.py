@@ -102,6 +102,13 @@ class Catalog:
         In a remote root the index stands in for manifests of older generations, but for those in
         the folders `reread`, and other manifests are read side by side.
         """
+        committed, damaged, _ = self.everything(reread=reread)
+        return committed, damaged
+
+    def everything(
+        self, *, reread: Collection[str] = ()
+    ) -> tuple[list[Generation], list[tuple[str, str]], list[str]]:
+        """What `scan` returns, and the folders that have no manifest."""
         folders = self.store.folders()
         known: dict[str, Summary] = {}
         if not self.store.capabilities.files and len(folders) > FRESH:
@@ -110,13 +117,16 @@ class Catalog:
         there.sort(key=lambda one: (-one.manifest.step, one.folder))
         unread = {one.folder: one for one in there[FRESH:] if one.folder not in reread}
         committed = [self._indexed(one) for one in unread.values()]
-        damaged = []
-        for found in self._read_all([one for one in folders if one not in unread]):
+        damaged, bare = [], []
+        read = [one for one in folders if one not in unread]
+        for folder, found in zip(read, self._read_all(read), strict=True):
             if isinstance(found, Generation):
                 committed.append(found)
             elif found is not None:
                 damaged.append(found)
-        return sorted(committed, key=newest_first), damaged
+            else:
+                bare.append(folder)
+        return sorted(committed, key=newest_first), damaged, bare
 
     def read(self, folders: Collection[str]) -> dict[str, Generation]:
         """The generations in these folders as their manifests describe them, by folder."""

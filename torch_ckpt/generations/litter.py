@@ -40,6 +40,21 @@ def sweep(store: Store, folder: str, *, spare_attempts: Collection[str]) -> list
     return swept
 
 
+def sweep_deleted(store: Store, folder: str, attempts: Collection[str]) -> list[str]:
+    """Delete what is left of generations whose deletion was cut; return the names.
+
+    `attempts` were committed here once. The folder goes if nothing else is in it, so no save may
+    be about to begin there.
+    """
+    left = _unnamed(store, folder, ())
+    swept = [name for name in left if attempt_of(name) in attempts]
+    for name in swept:
+        store.delete(f"{folder}/{name}")
+    if swept == left:
+        store.delete_folder(folder)
+    return swept
+
+
 def _unnamed(store: Store, folder: str, spare_attempts: Collection[str]) -> list[str]:
     # Listed before the manifest is read: what a commit in between names is then never listed.
     names = [entry.name for entry in store.entries(folder)]

@@ -12,7 +12,9 @@ from functools import partial
 
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.index import forget
+from torch_ckpt.generations.litter import sweep_deleted
 from torch_ckpt.generations.retention import Retention, Verdict
+from torch_ckpt.manifest.layout import step_of_folder
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +31,17 @@ def prune(
     dry_run: bool = False,
     pinned: Pinned | None = None,
     elsewhere: Callable[[Generation], bool] = lambda one: False,
+    over: Callable[[tuple[int, str]], bool] = lambda key: False,
 ) -> list[Verdict]:
     """Delete every generation that `keep` drops and no kept one needs; say why, newest first.
 
     With a `run`, the generations of other runs under the same root neither count nor go. `pinned`
     is asked about each one that the rule drops, before anything is deleted; what it pins stays
     with all its bases. What is permanent and `elsewhere` too, in a tier that keeps it, counts here
-    as any other.
+    as any other. `over` says of a generation that was committed once whether nobody brings it
+    here any more: then what a prune that was killed has left of it goes, too.
     """
-    committed = catalog.committed()
+    committed, _, bare = catalog.everything()
     pins = _Pins(pinned)
     judge = partial(_judged, keep=keep, run=run, pins=pins, elsewhere=elsewhere)
     ordered = judge(committed)
@@ -54,7 +58,34 @@ def prune(
         for verdict in _needing_first(list(reversed(doomed))):
             catalog.delete(verdict.generation)
             logger.info("pruned %s: %s", verdict.generation.folder, verdict.reason)
+        for folder, attempts in _half_deleted(committed, bare, run, over).items():
+            swept = sweep_deleted(catalog.store, folder, attempts)
+            logger.info("removed %d files that an earlier prune left in %s", len(swept), folder)
     return ordered
+
+
+def _half_deleted(
+    committed: Sequence[Generation],
+    bare: Sequence[str],
+    run: str | None,
+    over: Callable[[tuple[int, str]], bool],
+) -> dict[str, set[str]]:
+    """Folders without a manifest in which generations were that were committed, and their attempts.
+
+    Only what is committed becomes a parent. Nothing newer than what a run has committed counts:
+    it may be saving into such a folder just now.
+    """
+    mine = [one for one in committed if run is None or one.manifest.run == run]
+    newest = max((one.step for one in mine if not one.set_apart), default=0)
+    there = {one.id for one in committed}
+    attempts: dict[int, set[str]] = {}
+    for one in mine:
+        if (parent := one.manifest.parent) is not None and parent["step"] < newest:
+            key = parent["step"], parent["attempt"]
+            if key not in there and over(key):
+                attempts.setdefault(key[0], set()).add(key[1])
+    steps = {folder: step_of_folder(folder) for folder in bare}
+    return {name: attempts[step] for name, step in steps.items() if step in attempts}
 
 
 class _Pins:

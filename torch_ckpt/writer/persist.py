@@ -173,7 +173,7 @@ def _prune(job: Job, store: Store, prune_with: Callable[[Store, Retention], None
     if prune_with is not None:
         prune_with(store, rule)
     else:
-        prune(Catalog(store), rule, run=job.run)
+        prune(Catalog(store), rule, run=job.run, over=lambda key: True)
 
 
 def _published(job: Job, store: Store) -> bool:

@@ -145,6 +145,7 @@ class Tiers:
                 run=run,
                 pinned=self.pinned,
                 elsewhere=lambda one: one.id in self._archived,
+                over=lambda key: True,
             )
 
     def let_go(self, store: Store, folder: str, generation: Generation) -> bool:
@@ -320,7 +321,10 @@ class Tiers:
 
         def prune_archive(archive: Store) -> None:
             if self._keep_archive is not None:
-                prune(Catalog(archive), self._keep_archive, run=run)
+                # What the primary tier has is perhaps on its way: other ranks send it, too.
+                waiting = {one.id for one in self._waiting()}
+                over = lambda key: key not in waiting  # noqa: E731
+                prune(Catalog(archive), self._keep_archive, run=run, over=over)
             write_index(Catalog(archive))
 
         def prune_primary(primary: Store) -> None:

@@ -144,3 +144,94 @@ def test_a_pin_that_cannot_be_told_deletes_nothing(store: Store) -> None:
     with pytest.raises(StorageError):
         prune(Catalog(store), KeepLast(1), run="run-a", pinned=pinned)
     assert left(store) == [3, 2, 1]
+
+
+def line(store: Store, *steps: int, ranks: int = 2) -> Generation:
+    """Generations of which each is the parent of the next one; the last of them."""
+    before = next(iter(Catalog(store).committed()), None)
+    for step in steps:
+        parent = None if before is None else {"step": before.step, "attempt": before.id[1]}
+        before = samples.commit(store, step, ranks=ranks, parent=parent)
+    assert before is not None
+    return before
+
+
+def kept_last(store: Store, *, over: bool = True) -> None:
+    prune(Catalog(store), KeepLast(1), run="run-a", over=lambda key: over)
+
+
+@pytest.mark.parametrize("operation", ["delete", "delete_folder"])
+def test_what_a_prune_that_was_cut_left_goes_with_the_next_one(
+    tmp_path: Path, operation: str
+) -> None:
+    cut = 0
+    for nth in range(1, 12):
+        store = LocalStore(str(tmp_path / str(nth)))
+        line(store, 1, 2)
+        faulty = FaultyStore(store)
+        faulty.fail(operation, nth=nth)
+        try:
+            kept_last(faulty)
+        except StorageError:
+            cut += 1
+        line(store, 3)
+        kept_last(store)
+        assert store.folders() == ["step-0000000003"]
+        assert verify(store, Catalog(store).find(step=3)).ok
+    assert cut >= (4 if operation == "delete" else 1)
+
+
+def half_deleted(store: Store, one: Generation) -> list[str]:
+    """Take the manifest away; the names that are left."""
+    store.delete(f"{one.folder}/manifest.json")
+    return [entry.name for entry in store.entries(one.folder)]
+
+
+def test_only_what_was_committed_once_counts_as_half_deleted(store: Store) -> None:
+    half_deleted(store, samples.commit(store, 1))
+    uncommitted = store.entries("step-0000000001")
+    line(store, 2, 3, 4)
+    kept_last(store)
+    assert store.entries("step-0000000001") == uncommitted
+
+
+def test_what_is_still_on_its_way_is_not_half_deleted(store: Store) -> None:
+    line(store, 1)
+    names = half_deleted(store, line(store, 2))
+    samples.commit(store, 3, parent={"step": 2, "attempt": names[0].split(".")[1]})
+    kept_last(store, over=False)
+    assert [entry.name for entry in store.entries("step-0000000002")] == names
+    kept_last(store)
+    assert store.folders() == ["step-0000000003"]
+
+
+def test_a_file_of_somebody_else_stays_with_its_folder(store: Store) -> None:
+    one = line(store, 1)
+    line(store, 2, 3)
+    other = "rank-00000.ffffffff.safetensors"
+    for name in ("notes.txt", other):
+        store.put(f"{one.folder}/{name}", b"mine")
+    half_deleted(store, one)
+    kept_last(store)
+    assert [entry.name for entry in store.entries(one.folder)] == ["notes.txt", other]
+
+
+def test_the_folder_of_a_save_that_may_be_running_stays(store: Store) -> None:
+    """Going back leaves a newer child behind, whose parent's folder may be saved into again."""
+    line(store, 1)
+    gone = line(store, 2)
+    samples.commit(store, 3, parent={"step": 2, "attempt": gone.id[1]}, tags={"aside": "back"})
+    names = half_deleted(store, gone)
+    kept_last(store)
+    assert [entry.name for entry in store.entries(gone.folder)] == names
+
+
+def test_looking_for_what_is_left_costs_no_request(store: Store) -> None:
+    line(store, 1, 2, 3)
+    kept_last(store)
+    samples.commit(store, 9)  # a save that is under way
+    store.delete("step-0000000009/manifest.json")
+    counting = FaultyStore(store)
+    kept_last(counting)
+    asked = [name for name in counting.calls if name[0] in {"folders", "entries"}]
+    assert asked == [("folders", "")]
