@@ -37,7 +37,7 @@ class Delta(Codec):
         for start in range(0, len(words), streams.CHUNK_WORDS):
             here = slice(start, start + streams.CHUNK_WORDS)
             streams.split_into(zig_zag(words[here] - before[here]), planes[:, here])
-        return streams.assemble(MARK, planes, rest, raw.nbytes)
+        return streams.assemble(MARK, words.itemsize, planes, rest, raw.nbytes)
 
     def decode(
         self, stored: memoryview, *, raw_bytes: int, base: memoryview | None = None

@@ -22,7 +22,7 @@ Words: TypeAlias = NDArray[np.unsignedinteger]
 VERSION = 1
 LARGEST_BYTES = 2**32 - 1
 HEADER = struct.Struct("<4sBBHI")
-"""Mark of the codec, version, bytes a word, 0, bytes of the block."""
+"""Mark of the codec, version, kind of words, 0, bytes of the block."""
 PLANE = struct.Struct("<BI")
 """How a plane is stored, stored bytes."""
 STORED, CONSTANT, ZSTD = range(3)
@@ -43,7 +43,7 @@ class _Contexts(threading.local):
         self.entropy = zstandard.ZstdCompressor(
             compression_params=zstandard.ZstdCompressionParameters(
                 strategy=zstandard.STRATEGY_FAST,
-                window_log=19,
+                window_log=15,  # tables of their own for every 32 KiB
                 hash_log=6,
                 chain_log=6,
                 search_log=1,
@@ -57,16 +57,18 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def header(mark: bytes, word: int, raw_bytes: int) -> bytes:
+def header(mark: bytes, kind: int, raw_bytes: int) -> bytes:
     """How a stream begins."""
     if raw_bytes > LARGEST_BYTES:
         raise ValueError(f"a block of {raw_bytes} bytes is over {LARGEST_BYTES}; cut it smaller")
-    return HEADER.pack(mark, VERSION, word, 0, raw_bytes)
+    return HEADER.pack(mark, VERSION, kind, 0, raw_bytes)
 
 
-def assemble(mark: bytes, planes: Bytes, rest: memoryview, raw_bytes: int) -> bytes | None:
+def assemble(
+    mark: bytes, kind: int, planes: Bytes, rest: memoryview, raw_bytes: int
+) -> bytes | None:
     """A stream of planes and of what is no whole word; None where it is not smaller."""
-    pieces: list[bytes | memoryview] = [header(mark, len(planes), raw_bytes)]
+    pieces: list[bytes | memoryview] = [header(mark, kind, raw_bytes)]
     for plane in planes:
         pieces += pack_plane(plane)
     pieces.append(rest)
@@ -100,20 +102,20 @@ class Cursor:
         self._at += size
         return piece
 
-    def header(self, mark: bytes, words: Iterable[int], raw_bytes: int) -> int:
-        """Bytes a word, once the header has been found to be of `mark` and of that length."""
-        found, version, word, zero, claimed = HEADER.unpack(self.take(HEADER.size))
+    def header(self, mark: bytes, kinds: Iterable[int], raw_bytes: int) -> int:
+        """The kind of words, once the header has been found to be of `mark` and of that length."""
+        found, version, kind, zero, claimed = HEADER.unpack(self.take(HEADER.size))
         if found != mark:
             raise CodecError(f"the stream begins with {found!r}, not with {mark!r}")
         if version != VERSION or zero:
             raise CodecError(
                 f"the stream is of version {version}.{zero}, this release reads {VERSION}.0"
             )
-        if word not in words:
-            raise CodecError(f"the stream claims words of {word} bytes")
+        if kind not in kinds:
+            raise CodecError(f"the stream claims words of the unknown kind {kind}")
         if claimed != raw_bytes:
             raise CodecError(f"the stream is of {claimed} bytes, the block of {raw_bytes}")
-        return word
+        return kind
 
     def plane(self, size: int) -> Bytes:
         """The next plane, of `size` bytes. Read-only."""
@@ -167,7 +169,7 @@ def _compressor_for(plane: Bytes) -> zstandard.ZstdCompressor:
     """Of two settings the one that makes a few slices smaller; both give ordinary frames.
 
     Exponents of floats hold no repeats worth finding: with a tiny hash table and long matches only
-    zstd is an entropy coder, three times as fast as level 1 and 5 % smaller. Text, indices and
+    zstd is an entropy coder, up to three times as fast as level 1. Text, indices and
     sparse rows do hold repeats.
     """
     matching, entropy = _contexts.matching, _contexts.entropy

@@ -10,6 +10,7 @@ from torch_ckpt.codecs.codec import WORD_BYTES
 from torch_ckpt.codecs.delta import Delta, zag_zig, zig_zag
 from torch_ckpt.codecs.names import NAMES, codec_named
 from torch_ckpt.codecs.planes import Planes
+from torch_ckpt.codecs.streams import CONSTANT, HEADER, PLANE, ZSTD
 from torch_ckpt.manifest.dtypes import DTYPES
 
 
@@ -26,8 +27,30 @@ class TestPlanes(CodecSuite):
         raw = numbers("float32", 10_000)
         stream = self.check(raw, "float32", raw)
         assert stream is not None
-        assert raw[0::4] in stream  # the lowest byte of each mantissa
-        assert raw[3::4] not in stream
+        assert raw[1::4] not in stream  # whose bits are turned
+        words = np.frombuffer(raw, np.uint32)
+        turned = ((words << 1) | (words >> 31)).tobytes()
+        assert turned[0::4] in stream  # the low end of each mantissa, and the sign
+        assert turned[3::4] not in stream
+
+    def test_the_whole_exponent_is_in_one_plane(self) -> None:
+        powers = np.float32(2.0) ** np.arange(-8, 8, dtype=np.float32)
+        raw = np.resize(powers, 10_000).tobytes()
+        stream = self.check(raw, "float32", raw)
+        assert stream is not None
+        assert self.kinds_of_planes(stream, 4) == [CONSTANT, CONSTANT, CONSTANT, ZSTD]
+        as_integers = self.check(raw, "int32", raw)
+        assert as_integers is not None
+        assert self.kinds_of_planes(as_integers, 4) == [CONSTANT, CONSTANT, ZSTD, ZSTD]
+
+    def kinds_of_planes(self, stream: bytes, count: int) -> list[int]:
+        kinds, at = [], HEADER.size
+        for _ in range(count):
+            kind, size = PLANE.unpack_from(stream, at)
+            kinds.append(kind)
+            at += PLANE.size + size
+        assert at == len(stream)
+        return kinds
 
     def test_repeats_far_apart_are_found(self) -> None:
         row = np.random.default_rng(0).integers(0, 256, 100_000, np.uint8).tobytes()
