@@ -14,12 +14,13 @@ import numpy as np
 
 from torch_ckpt.codecs import streams
 from torch_ckpt.codecs.codec import Codec, word_bytes
+from torch_ckpt.codecs.streams import Words
 
 MARK = b"PLAN"
 TURNED = 16
 """Added to the bytes a word where words are turned: the sign is then the lowest bit."""
 
-WORDS = (1, 2, 4, 8, TURNED + 2, TURNED + 4, TURNED + 8)
+KINDS = (1, 2, 4, 8, TURNED + 2, TURNED + 4, TURNED + 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Planes(Codec):
             here = slice(start, start + streams.CHUNK_WORDS)
             chunk = words[here]
             if turned:
-                chunk = (chunk << 1) | (chunk >> (8 * words.itemsize - 1))
+                chunk = _turn(chunk, 1)
             streams.split_into(chunk, planes[:, here])
         kind = words.itemsize + (TURNED if turned else 0)
         return streams.assemble(MARK, kind, planes, rest, raw.nbytes)
@@ -51,7 +52,7 @@ class Planes(Codec):
     ) -> memoryview:
         self.refuse_base(base)
         cursor = streams.Cursor(stored)
-        kind = cursor.header(MARK, WORDS, raw_bytes)
+        kind = cursor.header(MARK, KINDS, raw_bytes)
         word = kind % TURNED
         count, rest = divmod(raw_bytes, word)
         planes = [cursor.plane(count) for _ in range(word)]
@@ -61,7 +62,13 @@ class Planes(Codec):
             here = slice(start, start + streams.CHUNK_WORDS)
             streams.join([plane[here] for plane in planes], words[here])
             if kind > TURNED:
-                words[here] = (words[here] >> 1) | (words[here] << (8 * word - 1))
+                words[here] = _turn(words[here], 8 * word - 1)
         block[raw_bytes - rest :] = cursor.take(rest)
         cursor.finish()
         return block
+
+
+def _turn(words: Words, bits: int) -> Words:
+    """Each word turned to the left by so many bits."""
+    left, right = words.dtype.type(bits), words.dtype.type(8 * words.itemsize - bits)
+    return (words << left) | (words >> right)
