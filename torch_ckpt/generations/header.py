@@ -26,11 +26,20 @@ def check_header(store: Store, folder: str, reader: BlockReader, number: int) ->
         FormatError: it does not describe the part's tensors.
         FileNotFoundError: the file is not there.
     """
-    return checked_header(store, folder, reader, number)[0]
+    return len(read_header(store, folder, reader, number))
 
 
 def checked_header(store: Store, folder: str, reader: BlockReader, number: int) -> tuple[int, str]:
     """What `check_header` does; where the data begins, and the SHA-256 of all bytes before it.
+
+    Raises what `check_header` raises.
+    """
+    header = read_header(store, folder, reader, number)
+    return len(header), sha256_hex(header)
+
+
+def read_header(store: Store, folder: str, reader: BlockReader, number: int) -> bytes:
+    """All bytes of a file before its data, checked.
 
     Raises:
         FormatError: it does not describe the part's tensors.
@@ -44,7 +53,7 @@ def checked_header(store: Store, folder: str, reader: BlockReader, number: int) 
         return _checked(store, folder, reader, number)  # a bit may have flipped on a long way
 
 
-def _checked(store: Store, folder: str, reader: BlockReader, number: int) -> tuple[int, str]:
+def _checked(store: Store, folder: str, reader: BlockReader, number: int) -> bytes:
     file = reader.part.files[number]
     name = f"{store.url}/{folder}/{file.name}"
     prefix = _bytes_of(store, folder, file, 0, 8)
@@ -64,7 +73,7 @@ def _checked(store: Store, folder: str, reader: BlockReader, number: int) -> tup
     )
     if moved or header != expected:
         raise FormatError(file=name, reason="has a header that does not describe its tensors")
-    return data_start, sha256_hex(prefix + text)
+    return prefix + text
 
 
 def is_raw(reader: BlockReader, number: int) -> bool:

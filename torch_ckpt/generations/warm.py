@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.copy import complete_copy, sizes_in
-from torch_ckpt.manifest.schema import Part, StoredFile
+from torch_ckpt.generations.header import read_header
+from torch_ckpt.generations.read import BlockReader
+from torch_ckpt.manifest.schema import Part
 from torch_ckpt.storage.store import Sink, Store
 
 logger = logging.getLogger(__name__)
@@ -55,18 +57,17 @@ class Warming:
         for number, file in enumerate(part.files):
             cache.delete(f"{folder}/{file.name}")
             self._copies[number] = _Copy(cache.create(f"{folder}/{file.name}", file.bytes))
-            self._head(part, number, file)
+            self._head(part, number)
         for index, block in enumerate(part.blocks):
             self._copies[block.file].missing.add(index)
         self._cache = cache
 
-    def _head(self, part: Part, number: int, file: StoredFile) -> None:
-        """What no block covers: the header of a shard."""
-        starts = [block.offset for block in part.blocks if block.file == number]
-        head = memoryview(bytearray(min(starts, default=file.bytes)))
-        name = f"{self._generation.folder}/{file.name}"
-        if self._source.read_into(name, 0, head) == len(head) and head:
-            self._copies[number].sink.write_at(0, head)
+    def _head(self, part: Part, number: int) -> None:
+        """What no block covers: the header of a shard, of which only the part tells what it is."""
+        folder = self._generation.folder
+        reader = BlockReader(self._source, folder, part)
+        head = read_header(self._source, folder, reader, number)
+        self._copies[number].sink.write_at(0, memoryview(bytearray(head)))
 
     def take(self, part: Part, index: int, raw: memoryview) -> None:
         """A verified block came by."""

@@ -33,7 +33,8 @@ from torch_ckpt.writer.outcomes import Outcomes
 from torch_ckpt.writer.persist import Watch, persist
 from torch_ckpt.writer.protocol import Channel, Message
 from torch_ckpt.writer.removal import Removals
-from torch_ckpt.writer.tiers import TierOptions, Tiers
+from torch_ckpt.writer.tier_options import TierOptions
+from torch_ckpt.writer.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 

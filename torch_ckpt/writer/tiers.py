@@ -14,7 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from torch_ckpt.errors import ArchiveTaken, CkptError
@@ -31,6 +31,7 @@ from torch_ckpt.writer.follow import Follower, generation_of
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.promote import Promoter, PromotionRefused
 from torch_ckpt.writer.setbacks import Setbacks
+from torch_ckpt.writer.tier_options import TierOptions
 
 logger = logging.getLogger(__name__)
 
@@ -46,23 +47,6 @@ _STOP_S = 3.0
 """A promotion may be cut anywhere, and somebody may wait for this writer to end."""
 _REMEMBERED = 256
 """Archived generations whose summaries are kept to judge the rest by."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TierOptions:
-    """What a writer is told of the tiers; fields as in `Config`."""
-
-    world_size: int
-    archive: str | None = None
-    archive_options: Mapping[str, Any] = field(default_factory=dict)
-    keep: Any = None
-    """The primary tier's rule as JSON; None drops nothing."""
-    keep_archive: Any = None
-    """The archive's rule as JSON; None keeps all."""
-    bandwidth_limit: float | None = None
-    timeout_s: float = 0.0
-    """How long to go on once the trainer has ended."""
-    cache: str | None = None
 
 
 class _Stopped(Exception):
