@@ -71,7 +71,10 @@ class Checkpointer:
         archive_timeout_s: How long a writer goes on promoting after `close`, or after a crash.
         bandwidth_limit: Bytes a second that the writer of one rank sends to the archive.
         codec: How blocks are stored: "raw"; "zstd", byte planes under zstd; or "auto", so where
-            that makes a generation durable sooner.
+            that makes a generation durable sooner; or this by patterns of tensors' names.
+        moments: "fp8" stores moments of optimizers in 8 bits and fewer; loses something.
+        lossy_delta: Stores changes since the generation before, up to this error of theirs: for
+            all tensors, or by patterns of their names. See docs/codecs.md for both.
         incremental: Store only what differs from the generation before, as far as that pays.
         full_every: How many generations may build on one another before one stands alone.
         framework: Names and versions to record.
@@ -104,7 +107,9 @@ class Checkpointer:
         archive_options: Mapping[str, Any] | None = None,
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
-        codec: Literal["raw", "zstd", "auto"] = "raw",
+        codec: str | Mapping[str, str] = "raw",
+        moments: Literal["fp8"] | None = None,
+        lossy_delta: float | Mapping[str, float] | None = None,
         incremental: bool = False,
         full_every: int = 8,
         framework: Mapping[str, str] | None = None,
@@ -131,6 +136,8 @@ class Checkpointer:
             bandwidth_limit=bandwidth_limit,
             cache=None if cache is None else check_root(cache, "cache"),
             codec=codec,
+            moments=moments,
+            lossy_delta=lossy_delta,
             incremental=incremental,
             full_every=full_every,
             framework={"torch": torch.__version__, **(framework or {})},
@@ -143,8 +150,6 @@ class Checkpointer:
         self._exclusive = Exclusive()
         self._hook: Any = None
         atexit.register(self._at_exit)
-
-    # Saving.
 
     def prepare(self, state: Any, *, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """Start the writer and touch the slabs' memory, so that the first save is a fast one.
@@ -247,8 +252,6 @@ class Checkpointer:
             self._saver.handover.wait(timeout_s)
             self._saver.handover.raise_failure()
 
-    # Loading.
-
     def load(
         self,
         into: Any,
@@ -323,10 +326,7 @@ class Checkpointer:
             return folders
 
     def generations(self) -> list[Generation]:
-        """All committed generations, newest first, also those set aside or quarantined.
-
-        With an archive, also those that are there alone.
-        """
+        """All committed generations of all tiers, newest first, also those that are set apart."""
         return self._places.reach.generations()
 
     @property

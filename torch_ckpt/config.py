@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.retention import KeepEvery, KeepLast, Retention
+from torch_ckpt.writer.rules import rules_of
 
 _READ_ONLY = ("http://", "https://")
 
@@ -83,8 +84,15 @@ class Config:
     cache: str | None = None
     """A folder on this node's own disk that holds its share of the newest generation."""
 
-    codec: Literal["raw", "zstd", "auto"] = "raw"
-    """How blocks are stored: as they are, as byte planes under zstd, or so where it is faster."""
+    codec: str | Mapping[str, str] = "raw"
+    """How blocks are stored: raw, zstd (byte planes), auto (so where it is faster); or this by
+    patterns of tensors' names, where fp8 and fp8-sqrt are possible too."""
+
+    moments: Literal["fp8"] | None = None
+    """How the moments of optimizers are stored; fp8 loses something."""
+
+    lossy_delta: float | Mapping[str, float] | None = None
+    """Largest error of what changed since the last generation, as a part of that change."""
 
     incremental: bool = False
     """Whether a generation stores only what differs from the one before, as far as that pays."""
@@ -135,7 +143,8 @@ class Config:
     @property
     def encodes(self) -> bool:
         """Whether shards may be anything but the bytes of the state."""
-        return self.codec != "raw" or self.incremental
+        default, rules = rules_of(self.codec, self.moments, self.lossy_delta)
+        return default != "raw" or bool(rules) or self.incremental
 
     def block(self, asked: Block | None) -> Block:
         """When a save returns that was asked to return at `asked`.
@@ -187,12 +196,14 @@ def _check_tiers(config: Config) -> None:
 
 
 def _check_encoding(config: Config) -> None:
-    _one_of("codec", config.codec, ("raw", "zstd", "auto"))
+    rules_of(config.codec, config.moments, config.lossy_delta)
     _one_of("incremental", config.incremental, (True, False))
     if type(config.full_every) is not int or config.full_every < 1:
         raise ConfigError(f"full_every must be a whole number from 1 up, got {config.full_every!r}")
     if config.incremental and config.slabs != 2:
         raise ConfigError("incremental=True compares two snapshots, so it needs slabs=2")
+    if config.lossy_delta is not None and not config.incremental:
+        raise ConfigError("lossy_delta stores changes, so it needs incremental=True")
     if config.encodes and config.cache is not None:
         raise ConfigError(
             'a cache holds raw shards; leave out cache=, or use codec="raw" and incremental=False'

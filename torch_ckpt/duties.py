@@ -10,6 +10,7 @@ from typing import Any
 
 from torch_ckpt.config import Config
 from torch_ckpt.generations.retention import to_json
+from torch_ckpt.writer.rules import rules_of
 
 _SEAL_S = 30.0
 """How long a writer whose trainer has ended waits for a commit to complete the cached copy."""
@@ -21,8 +22,10 @@ def duties_of(config: Config, world_size: int) -> dict[str, Any]:
     if (tiers := tier_options(config, world_size)) is not None:
         duties["tiers"] = tiers
     if config.encodes:
+        codec, rules = rules_of(config.codec, config.moments, config.lossy_delta)
         duties["encoding"] = {
-            "codec": config.codec,
+            "codec": codec,
+            "rules": [[rule.pattern, rule.codec, rule.error] for rule in rules],
             "incremental": config.incremental,
             "full_every": config.full_every,
         }

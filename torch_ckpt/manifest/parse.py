@@ -62,8 +62,8 @@ _VOTE_FIELDS = frozenset(
     ["format", "kind", "step", "attempt", "run", "rank", "world_size", "files"]
 )
 _PART_FIELDS = _VOTE_FIELDS | {"blocks", "tensors", "aliases", "tree", "per_rank"}
-_ENCODED_VOTE_FIELDS = frozenset(["borrowed"])
-_ENCODED_PART_FIELDS = frozenset(["borrowed", "bases"])
+_ENCODED_VOTE_FIELDS = frozenset(["borrowed", "lossy"])
+_ENCODED_PART_FIELDS = frozenset(["borrowed", "lossy", "bases"])
 
 
 def parse_manifest(data: bytes, *, file: str) -> Manifest:
@@ -185,6 +185,7 @@ def _parse_part(data: bytes, file: str) -> Part:
         tree=_check_depth(doc["tree"], file),
         per_rank=_check_depth(mapping(doc, "per_rank", file), file),
         borrowed=vote.borrowed,
+        lossy=vote.lossy,
         bases=bases or (),
     )
 
@@ -199,6 +200,7 @@ def _vote(doc: dict[str, Any], file: str) -> Vote:
         world_size=world_size,
         files=_shards(doc, file),
         borrowed=_borrowed(doc, file) if doc["format"] == ENCODED_FORMAT else (),
+        lossy=_lossy(doc, file) if doc["format"] == ENCODED_FORMAT else (),
     )
 
 
@@ -367,6 +369,13 @@ def _borrowed(doc: Mapping[str, Any], file: str) -> tuple[Borrowed, ...]:
     if len({(one.folder, one.name) for one in borrowed}) != len(borrowed):
         refuse(file, "borrowed names a file twice")
     return tuple(borrowed)
+
+
+def _lossy(doc: Mapping[str, Any], file: str) -> tuple[str, ...]:
+    lines = array(doc, "lossy", file)
+    if not all(type(line) is str for line in lines):
+        refuse(file, f"lossy is {short(lines)}, not an array of strings")
+    return tuple(lines)
 
 
 def _part_files(doc: Mapping[str, Any], world_size: int, file: str) -> tuple[StoredFile, ...]:

@@ -108,6 +108,7 @@ class Vote:
     world_size: int
     files: tuple[StoredFile, ...]
     borrowed: tuple[Borrowed, ...] = ()
+    lossy: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,6 +133,8 @@ class Part:
     bases: tuple[Block, ...] = ()
     """Blocks outside the raw space that others are decoded against; the base of one of them
     comes before it."""
+    lossy: tuple[str, ...] = ()
+    """What is lost in its blocks, one line a rule, for people."""
 
     @property
     def encoded(self) -> bool:
@@ -166,7 +169,7 @@ class Part:
                 "rank": self.rank,
                 "world_size": self.world_size,
                 "files": [{"name": f.name, "bytes": f.bytes} for f in self.files],
-                **({"borrowed": borrowed} if more else {}),
+                **({"borrowed": borrowed, "lossy": list(self.lossy)} if more else {}),
                 "blocks": [_block(b, more) for b in self.blocks],
                 **({"bases": [_block(b, more) for b in self.bases]} if more else {}),
                 "tensors": [

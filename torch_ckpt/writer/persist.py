@@ -100,6 +100,8 @@ def persist(
         )
         votes = await_votes(store, job, (own, written), pool, outside)
         manifest = manifest_of(job, votes.parts, votes.shard_bytes, votes.bases)
+        if votes.lossy:
+            manifest = manifest.with_tags({**manifest.tags, "lossy": ", ".join(votes.lossy)})
     except (CkptError, OSError) as error:
         watch.released()
         _give_up(job, store, error, voting=voting)

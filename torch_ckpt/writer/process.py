@@ -25,7 +25,7 @@ from typing import Any
 from torch_ckpt.errors import CkptError
 from torch_ckpt.storage.store import Store, open_beside, open_store
 from torch_ckpt.writer import orphan
-from torch_ckpt.writer.encode import Encoder, Encoding, Share
+from torch_ckpt.writer.encode import Encoder, Encoding
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.leftovers import refuse
 from torch_ckpt.writer.neighbours import Neighbours
@@ -33,6 +33,7 @@ from torch_ckpt.writer.outcomes import Outcomes
 from torch_ckpt.writer.persist import Watch, persist
 from torch_ckpt.writer.protocol import Channel, Message
 from torch_ckpt.writer.removal import Removals
+from torch_ckpt.writer.share import Share
 from torch_ckpt.writer.tier_options import TierOptions
 from torch_ckpt.writer.tiers import Tiers
 
@@ -93,7 +94,7 @@ class Writer:
                 primary=lambda: open_store(root, storage_options),
                 report=self._report,
             )
-        self._encoder = None if encoding is None else Encoder(Encoding(**encoding))
+        self._encoder = None if encoding is None else Encoder(Encoding.of(encoding))
         self._removals = Removals(None if self._tiers is None else self._tiers.let_go)
         self._step: int | None = None
         self._parent: Mapping[str, Any] | None = None
@@ -210,7 +211,10 @@ class Writer:
     def _map(self, message: Message) -> None:
         descriptor = self._channel.take_fd()
         try:
-            mapping = mmap.mmap(descriptor, message["bytes"], prot=mmap.PROT_READ)
+            access = mmap.PROT_READ
+            if self._encoder is not None and self._encoder.encoding.lossy:
+                access |= mmap.PROT_WRITE
+            mapping = mmap.mmap(descriptor, message["bytes"], prot=access)
         finally:
             os.close(descriptor)
         self._slabs[message["slab"]] = memoryview(mapping)

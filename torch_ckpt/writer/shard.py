@@ -33,6 +33,8 @@ class Written:
     blocks: tuple[Block, ...] = ()
     borrowed: tuple[Borrowed, ...] = ()
     bases: tuple[Block, ...] = ()
+    lossy: tuple[str, ...] = ()
+    """The rules by which something is lost, for people."""
 
     @property
     def bytes(self) -> int:
@@ -148,7 +150,13 @@ def second_name(job: Job, store: Store) -> Written:
         encoded = not file.name.endswith(".safetensors")
         files.append(replace(file, name=shard_name(job.rank, job.attempt, encoded=encoded)))
         store.link(f"{source}/{file.name}", f"{job.folder}/{files[-1].name}")
-    return Written(files=tuple(files), blocks=part.blocks, borrowed=part.borrowed, bases=part.bases)
+    return Written(
+        files=tuple(files),
+        blocks=part.blocks,
+        borrowed=part.borrowed,
+        bases=part.bases,
+        lossy=part.lossy,
+    )
 
 
 def part_of(job: Job, placed: list[Placed], written: Written) -> Part:
@@ -172,6 +180,7 @@ def part_of(job: Job, placed: list[Placed], written: Written) -> Part:
         blocks=written.blocks,
         borrowed=written.borrowed,
         bases=written.bases,
+        lossy=written.lossy,
         tensors=tensors,
         aliases=job.aliases,
         tree=job.tree,

@@ -56,6 +56,8 @@ class Votes:
     shard_bytes: int
     bases: tuple[int, ...] = ()
     """The steps that they build on."""
+    lossy: tuple[str, ...] = ()
+    """By which rules something is lost in them."""
 
 
 def await_votes(
@@ -78,7 +80,8 @@ def await_votes(
         FormatError: a part is not what the writer of its rank makes.
     """
     wait = _Wait(job=job, outside=outside)
-    parts, shard_bytes, borrowed = {0: own[0]}, own[1].bytes, set(own[1].borrowed)
+    parts, shard_bytes = {0: own[0]}, own[1].bytes
+    borrowed, lossy = set(own[1].borrowed), set(own[1].lossy)
     missing = {part_name(rank, job.attempt): rank for rank in range(1, job.world_size)}
     while True:
         there = {entry.name: entry.bytes for entry in store.entries(job.folder)}
@@ -93,12 +96,18 @@ def await_votes(
             _check(vote, job, rank, f"{store.url}/{job.folder}/{name}")
             shard_bytes += sum(shard.bytes for shard in vote.files)
             borrowed.update(vote.borrowed)
+            lossy.update(vote.lossy)
         if not missing:
             break
         _check_refusals(store, job, missing.values(), there)
         wait.go_on(there, sorted(missing.values()))
     ordered = tuple(parts[rank] for rank in range(job.world_size))
-    return Votes(parts=ordered, shard_bytes=shard_bytes, bases=_bases(store, job, borrowed))
+    return Votes(
+        parts=ordered,
+        shard_bytes=shard_bytes,
+        bases=_bases(store, job, borrowed),
+        lossy=tuple(sorted(lossy)),
+    )
 
 
 def _bases(store: Store, job: Job, borrowed: Iterable[Borrowed]) -> tuple[int, ...]:
