@@ -135,18 +135,6 @@ def test_a_damaged_copy_costs_no_generation_that_another_tier_has(tmp_path: Path
     assert resume(tmp_path) == (1, "archive"), "no tier has step 2 whole"
 
 
-def test_a_header_that_was_damaged_in_the_root_does_not_come_into_the_cache(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with tiers(tmp_path, archive=None, cache=None) as checkpointer:
-        checkpointer.save(state_of(1), 1, block="committed")
-    flip(shard(tmp_path / "root", 1), at=30)
-    with caplog.at_level(logging.WARNING):
-        assert resume(tmp_path, archive=None) == (1, "root"), "no tensor needs its header"
-    assert any("is not cached" in line and "header" in line for line in caplog.messages)
-    assert list((tmp_path / "cache").rglob("*.safetensors")) == []
-
-
 def test_nothing_leaves_the_root_before_the_archive_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
