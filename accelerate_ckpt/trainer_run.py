@@ -231,9 +231,13 @@ class Run:
         step = state.global_step
         if state.best_global_step and state.best_global_step == step:
             self._best = step
-            state.best_model_checkpoint = f"{self.root}/step-{step:010d}"
         whole = Whole(trainer, self._places)
+        before = state.best_model_checkpoint
         staged = self._staging.take(model, whole.files)
+        # The Trainer has taken the folder it wrote into for one that stays.
+        state.best_model_checkpoint = before
+        if self._best == step:
+            state.best_model_checkpoint = f"{self.root}/step-{step:010d}"
         stops = trainer.control.should_training_stop and not self.stop.decided
         header = {
             "transformers": transformers.__version__,

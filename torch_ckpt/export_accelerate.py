@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,7 @@ def to_accelerate(
             f"{opened.generation.url} holds no state of an Accelerator (its state: {keys}); "
             "export it to safetensors"
         )
-    if os.path.lexists(path) and not force:
-        raise FileExistsError(errno.EEXIST, "exists; choose another name, or --force", str(path))
-    path = path.absolute()
-    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    beside.mkdir()
-    try:
+    with new_folder(path, force=force) as beside:
         for number in sorted(tree["models"]):
             name = _nth("model", int(number)) + ".safetensors"
             to_safetensors(opened, beside / name, only=f"models.{number}.")
@@ -56,6 +52,23 @@ def to_accelerate(
             for rank in range(len(opened.parts))
         ]
         _write(beside, states)
+    return Exported(path=path, bytes=size_of(path), tensors=len(names_in(tree)), tied={})
+
+
+@contextmanager
+def new_folder(path: Path, *, force: bool) -> Iterator[Path]:
+    """A folder that appears under `path` whole and durable when the body is done, or not at all.
+
+    Raises:
+        FileExistsError: there is something under that name and `force` is False.
+    """
+    if os.path.lexists(path) and not force:
+        raise FileExistsError(errno.EEXIST, "exists; choose another name, or --force", str(path))
+    path = path.absolute()
+    beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    beside.mkdir()
+    try:
+        yield beside
         _durable(beside)
         if force and os.path.lexists(path):
             _away(path)
@@ -64,8 +77,11 @@ def to_accelerate(
     finally:
         with suppress(OSError):
             shutil.rmtree(beside)
-    size = sum(item.stat().st_size for item in path.rglob("*") if item.is_file())
-    return Exported(path=path, bytes=size, tensors=len(names_in(tree)), tied={})
+
+
+def size_of(folder: Path) -> int:
+    """Bytes in the files of a folder."""
+    return sum(item.stat().st_size for item in folder.rglob("*") if item.is_file())
 
 
 def _write(folder: Path, states: list[dict[str, Any]]) -> None:
@@ -80,17 +96,26 @@ def _write(folder: Path, states: list[dict[str, Any]]) -> None:
         own = _own(state)
         random = {"step": first[_KEY]["step"], **_random(own["random"])}
         torch.save(random, folder / f"random_states_{rank}.pkl")
-        for name, data in own["files"].items():
-            target = folder / name
-            if folder.resolve() not in target.resolve().parents:
-                raise ConfigError(f"a file of a hook, {name!r}, would leave the folder")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            np.asarray(data, dtype=np.uint8).tofile(target)
+        lay_out(own["files"], folder)
     for number, place in enumerate(_own(first)["places"]["loaders"]):
         if place is not None and place["own"] is not None:
             torch.save(place["own"], folder / f"{_nth('dl_state_dict', number)}.bin")
     for number, state in enumerate(first["custom"]):
         torch.save(state, folder / f"custom_checkpoint_{number}.pkl")
+
+
+def lay_out(files: Mapping[str, Any], folder: Path) -> None:
+    """Write files that were saved byte for byte.
+
+    Raises:
+        ConfigError: one would not be in the folder.
+    """
+    for name, data in files.items():
+        target = folder / name
+        if folder.resolve() not in target.resolve().parents:
+            raise ConfigError(f"a file that was saved, {name!r}, would leave the folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        np.asarray(data, dtype=np.uint8).tofile(target)
 
 
 def _own(state: dict[str, Any]) -> dict[str, Any]:
@@ -100,25 +125,30 @@ def _own(state: dict[str, Any]) -> dict[str, Any]:
 
 def _random(saved: dict[str, Any]) -> dict[str, Any]:
     """A rank's random state as Accelerate names it."""
-    python, numpy = saved["python"], saved["numpy"]
+    python, numpy = python_and_numpy(saved)
     found = {
-        "random_state": (
-            python["version"],
-            tuple(int(word) for word in python["internal"]),
-            python["gauss"],
-        ),
-        "numpy_random_seed": (
+        "random_state": python,
+        "numpy_random_seed": numpy,
+        "torch_manual_seed": torch.as_tensor(saved["torch"]),
+    }
+    if saved.get("cuda"):
+        found["torch_cuda_manual_seed"] = [torch.as_tensor(one) for one in saved["cuda"]]
+    return found
+
+
+def python_and_numpy(saved: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What `random.setstate` and `numpy.random.set_state` take, from a state of `RngState`."""
+    python, numpy = saved["python"], saved["numpy"]
+    return (
+        (python["version"], tuple(int(word) for word in python["internal"]), python["gauss"]),
+        (
             numpy["kind"],
             np.asarray(numpy["keys"], dtype=np.uint32),
             numpy["position"],
             numpy["has_gauss"],
             numpy["cached"],
         ),
-        "torch_manual_seed": torch.as_tensor(saved["torch"]),
-    }
-    if saved.get("cuda"):
-        found["torch_cuda_manual_seed"] = [torch.as_tensor(one) for one in saved["cuda"]]
-    return found
+    )
 
 
 def _durable(folder: Path) -> None:

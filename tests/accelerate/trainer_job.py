@@ -12,9 +12,9 @@ import logging
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -83,13 +83,21 @@ class Ends(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         job = self.job
+        if state.global_step == job.get("jump_from"):
+            state.global_step = job["jump_to"]
+        if state.global_step == job.get("wait_at"):
+            await_commits(job)
         if state.global_step == job.get("interrupt_at"):
             raise Interrupted
         if state.global_step == job.get("kill_at"):
             await_commits(job)
             os.kill(os.getpid(), signal.SIGKILL)
-        if state.global_step == job.get("terminate_at"):
+        if state.global_step == job.get("terminate_at") and job.get("rank", 0) == 0:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.job.get("kill_in_save"):  # the copy is under way
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.job.get("terminate_within"):
@@ -114,12 +122,11 @@ def model_of(job: dict[str, Any]) -> GPT2LMHeadModel:
 def trainer_of(job: dict[str, Any], kind: type[Trainer] = Watched) -> Any:
     """The Trainer of a job; `args` are TrainingArguments, `options` those of the callback."""
     torch.manual_seed(job.get("seed", 0))
-    callbacks: list[Any] = [] if job.get("stock") else [
-        TrainerCheckpoint(job["root"], **job.get("options", {}))
-    ]  # fmt: skip
+    callbacks: list[Any] = [Ends(job)]
+    if not job.get("stock"):
+        callbacks.append(TrainerCheckpoint(job["root"], **job.get("options", {})))
     if job.get("patience"):
         callbacks.append(EarlyStoppingCallback(job["patience"]))
-    callbacks.append(Ends(job))
     args = {
         "output_dir": str(Path(job["folder"]) / "trainer"),
         "max_steps": 12,
@@ -174,7 +181,7 @@ def result_of(trainer: Any) -> dict[str, Any]:
 
 def steps(root: Any) -> list[int]:
     """The steps that are committed, oldest first."""
-    found = Path(root).glob("*/manifest.json")
+    found = Path(root).glob("step-*/manifest.json")
     return sorted(int(json.loads(path.read_text())["step"]) for path in found)
 
 
@@ -214,7 +221,7 @@ class Done:
 
 
 def run(*jobs: dict[str, Any], timeout_s: float = 120.0) -> list[Done]:
-    """Run jobs, one after the other, each in a process of its own."""
+    """Run jobs, one after the other, each in a process of its own, or in `ranks` of them."""
     command = [sys.executable, "-m", "tests.accelerate.trainer_job"]
     done = subprocess.run(
         command,
@@ -233,14 +240,39 @@ def _serve() -> None:
         job = json.loads(line)
         folder = Path(job["folder"])
         folder.mkdir(parents=True, exist_ok=True)
-        out, log = folder / f"{number}.out", folder / f"{number}.log"
-        pid = os.fork()
-        if pid == 0:
-            _child(job, out, log)
-        _, status = os.waitpid(pid, 0)
-        result = json.loads(out.read_text()) if out.exists() else None
-        code = os.waitstatus_to_exitcode(status)
-        print(json.dumps({"code": code, "result": result, "log": log.read_text()}), flush=True)
+        pids = []
+        env = _env(job.get("ranks", 1))
+        for rank in range(job.get("ranks", 1)):
+            pid = os.fork()
+            if pid == 0:
+                os.environ.update(
+                    {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)} if env else {}
+                )
+                name = folder / f"{number}-{rank}"
+                _child({**job, "rank": rank}, name.with_suffix(".out"), name.with_suffix(".log"))
+            pids.append(pid)
+        for rank, pid in enumerate(pids):
+            _, status = os.waitpid(pid, 0)
+            out, log = (folder / f"{number}-{rank}.{end}" for end in ("out", "log"))
+            result = json.loads(out.read_text()) if out.exists() else None
+            code = os.waitstatus_to_exitcode(status)
+            print(json.dumps({"code": code, "result": result, "log": log.read_text()}), flush=True)
+
+
+def _env(ranks: int) -> dict[str, str]:
+    """What torchrun would set, but for the rank."""
+    if ranks == 1:
+        return {}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
 
 
 def _child(job: dict[str, Any], out: Path, log: Path) -> None:
@@ -250,8 +282,6 @@ def _child(job: dict[str, Any], out: Path, log: Path) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     torch.set_num_threads(1)
     code = 1
-    if job.get("kill_during") is not None:
-        threading.Thread(target=_kill_during, args=(job,), daemon=True).start()
     try:
         result = train(job)
         out.write_text(json.dumps(result))
@@ -263,14 +293,6 @@ def _child(job: dict[str, Any], out: Path, log: Path) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _kill_during(job: dict[str, Any]) -> None:
-    """Kill this process as soon as a file of a step's generation appears: in mid-save."""
-    folder = Path(job["root"]) / f"step-{job['kill_during']:010d}"
-    while not folder.exists():
-        time.sleep(0.0005)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

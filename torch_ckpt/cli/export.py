@@ -24,10 +24,11 @@ from torch_ckpt.cli.tiers import open_tiers
 @click.option(
     "--to",
     "kind",
-    type=click.Choice(["safetensors", "lightning", "accelerate"]),
+    type=click.Choice(["safetensors", "lightning", "accelerate", "hf"]),
     required=True,
     help="safetensors: all tensors; lightning: the .ckpt that Lightning itself would write; "
-    "accelerate: the folder that Accelerate's save_state would.",
+    "accelerate: the folder that Accelerate's save_state would; hf: the one that a Hugging Face "
+    "Trainer would, for from_pretrained and resume_from_checkpoint.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option(
@@ -75,6 +76,7 @@ def export(
     # Here: torch takes seconds to import, which `--help` and a wrong path must not cost.
     from torch_ckpt.export import to_lightning, to_safetensors
     from torch_ckpt.export_accelerate import to_accelerate
+    from torch_ckpt.export_hf import to_hf
     from torch_ckpt.load import Opened
 
     opened = Opened(store, generation)
@@ -83,6 +85,8 @@ def export(
         done = to_safetensors(opened, path, force=force, only=only, copy_tied=copy_tied)
     elif kind == "accelerate":
         done = to_accelerate(opened, path, force=force, allow_pickle=allow_pickle)
+    elif kind == "hf":
+        done = to_hf(opened, path, force=force, allow_pickle=allow_pickle)
     else:
         done = to_lightning(opened, path, force=force, allow_pickle=allow_pickle)
     unsafe = _unsafe(path) if kind == "lightning" else []
