@@ -321,8 +321,8 @@ class Checkpointer:
         """
         with self._exclusive.hold():
             self._finish_own_saves()
-            folders = self._resumer.set_aside(newer_than)
-            self._saver.apart |= set(folders)
+            folders, lent = self._resumer.set_aside(newer_than)
+            self._saver.apart |= {*folders, *lent}
             return folders
 
     def generations(self) -> list[Generation]:

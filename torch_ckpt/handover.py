@@ -38,7 +38,8 @@ class Running:
 
     pending: PendingSave
     memory: Slab
-    handed_over: bool = False
+    client: WriterClient | None = None
+    """The writer that was handed it; None before."""
     confirmed_at: float | None = None
     released: bool = False
     lost: list[str] = field(default_factory=list)
@@ -48,6 +49,11 @@ class Running:
     def slab(self) -> int:
         """The number of its slab."""
         return self.memory.number
+
+    @property
+    def handed_over(self) -> bool:
+        """Whether a writer has it."""
+        return self.client is not None
 
 
 class Handover:
@@ -128,7 +134,7 @@ class Handover:
         if client is None:
             self.fail(job, WriterDied(step=running.pending.step, reason="its writer was closed"))
             return
-        running.handed_over = True
+        running.client = client
         if message["confirmed"]:
             running.confirmed_at = time.monotonic()
         try:
@@ -294,10 +300,11 @@ class Handover:
         return len(self._unarchived)
 
     def _on_death(self, client: WriterClient, reason: str) -> None:
-        while self._held:
-            self._release(self._held.popitem()[1])
+        # Its own alone: a new writer may be at work before the old one is reaped.
+        for job in [job for job, one in list(self._held.items()) if one.client is client]:
+            self._release(self._held.pop(job))
         for job, running in list(self._running.items()):
-            if running.handed_over:
+            if running.client is client:
                 self.fail(job, WriterDied(step=running.pending.step, reason=reason))
         if self._unarchived:
             self._succeed(reason)

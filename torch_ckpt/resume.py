@@ -24,6 +24,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.choose import choose
+from torch_ckpt.generations.prune import lending
 from torch_ckpt.generations.retention import SET_APART
 from torch_ckpt.generations.tiers import Survey, TierName
 from torch_ckpt.generations.warm import Warming
@@ -48,6 +49,8 @@ class Choice:
     options: Sequence[Option]
     apart: frozenset[str]
     """Folders that saves must leave as they are."""
+    lent: frozenset[str]
+    """Those on which other generations build, which saves must leave too."""
     unusable: Sequence[str]
     """Why what else is there cannot be used."""
 
@@ -147,6 +150,7 @@ class Resumer:
                 self._reach.option(held[one.folder, one.id]) for one in choose(committed, step)
             ],
             apart=frozenset([one.folder for one in apart] + unreadable),
+            lent=frozenset(lending(committed)),
             unusable=reasons,
         )
 
@@ -177,9 +181,9 @@ class Resumer:
         if generation is not None:
             apart |= set(choice.folders[: choice.folders.index(generation.folder)])
             if step is not None:
-                apart |= set(self.set_aside(step))
+                apart |= set(self.set_aside(step)[0])
                 apart.discard(generation.folder)
-        return generation, apart
+        return generation, apart | choice.lent
 
     def _first(
         self, choice: Choice, state: Any, *, step: int | None, strict: bool
@@ -327,16 +331,19 @@ class Resumer:
         except (CkptError, OSError) as refusal:
             logger.warning("could not mark %s as damaged: %s", generation.folder, refusal)
 
-    def set_aside(self, step: int) -> list[str]:
-        """Mark what is newer than `step`: kept and listed, and not chosen by itself any more."""
-        folders = self._from_rank_0(lambda: self._mark_aside(step))
+    def set_aside(self, step: int) -> tuple[list[str], set[str]]:
+        """Mark what is newer than `step`: kept and listed, and not chosen by itself any more.
+
+        Returns the folders, and those on which any generation builds.
+        """
+        folders, lent = self._from_rank_0(lambda: self._mark_aside(step))
         for folder in folders:
             self._reach.drop_cached(folder)
         if folders:
             logger.warning("set aside by going back to step %d: %s", step, ", ".join(folders))
-        return folders
+        return folders, lent
 
-    def _mark_aside(self, step: int) -> list[str]:
+    def _mark_aside(self, step: int) -> tuple[list[str], set[str]]:
         folders = []
         survey = self._reach.look()
         if (reason := survey.unreachable.get("archive")) is not None:
@@ -351,7 +358,7 @@ class Resumer:
                 folders.append(one.folder)
         if folders:
             self._reach.retell(folders)
-        return folders
+        return folders, lending(survey.generations)
 
     def _say(self, generation: Generation, step: int | None) -> None:
         how = "as asked" if step is not None else "the newest usable generation"

@@ -24,6 +24,7 @@ from torch_ckpt.generations.retention import to_json
 from torch_ckpt.handover import Handover
 from torch_ckpt.manifest.attempts import Attempts
 from torch_ckpt.manifest.blocks import PAGE_BYTES
+from torch_ckpt.manifest.layout import step_of_folder
 from torch_ckpt.pending import PendingSave
 from torch_ckpt.sharding.agree import Agreement, Proposal, Ranks
 from torch_ckpt.sharding.differences import facts_of
@@ -74,7 +75,9 @@ class Saver:
         self.parent: Mapping[str, Any] | None = None
         """The generation this run resumed from."""
         self.apart: frozenset[str] = frozenset()
-        """Folders of generations that were set aside or quarantined: they stay as they are."""
+        """Folders of generations that stay as they are: set aside, quarantined, or a base."""
+        self._newest = -1
+        """The highest step that was saved here."""
 
     def prepare(self, state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Size the slabs for a state, touch their memory in the background, start the writer."""
@@ -100,6 +103,7 @@ class Saver:
         try:
             agreement = self._agree(request, flat, survey, refusal)
             request = self._clear_of_apart(request, agreement.attempt)
+            self._newest = max(self._newest, request.step)
             pending = PendingSave(
                 step=request.step, folder=request.folder, attempt=agreement.attempt
             )
@@ -162,8 +166,10 @@ class Saver:
         return agreement
 
     def _clear_of_apart(self, request: Request, attempt: str) -> Request:
-        """Save beside a generation that was set aside rather than over it."""
-        if request.folder not in self.apart:
+        """Save beside a generation that was set aside, or may be a base, rather than over it."""
+        again = self._config.incremental and request.step < self._newest
+        lends = again and step_of_folder(request.folder) is not None
+        if request.folder not in self.apart and not lends:
             return request
         return replace(request, folder=f"{request.folder}-{attempt}")
 

@@ -143,6 +143,12 @@ def base_steps(kept: Sequence[Generation], committed: Sequence[Generation]) -> d
     return needed
 
 
+def lending(committed: Sequence[Generation]) -> set[str]:
+    """The folders of generations on which others build."""
+    needed = {step for one in committed for step in one.manifest.bases}
+    return {one.folder for one in committed if one.step in needed}
+
+
 def _needing_first(doomed: Sequence[Verdict]) -> list[Verdict]:
     """The same order, but for those that others of them need: these come after the others."""
     waiting: dict[int, list[Verdict]] = {}

@@ -170,8 +170,9 @@ def _with_borrowed(store: Store, reader: BlockReader, own: list[int], tally: _Ta
         missing.add(number)
         needing = [i for i in range(len(part.blocks)) if number in reader.files_of(i)]
         names = {name: None for i in needing for name in reader.tensors_in(i)}
-        what = f"has {sizes[one.name]} bytes instead of {one.bytes}"
-        reason = f"step {one.step}, on which it builds, {what if one.name in sizes else 'is gone'}"
+        size = sizes.get(one.name)
+        what = "is gone" if size is None else f"has {size} bytes instead of {one.bytes}"
+        reason = f"step {one.step}, on which it builds, {what}"
         file = f"{one.folder}/{one.name}"
         tally.add(0, Damage(file=file, offset=0, tensors=tuple(names), reason=reason))
     borrowed = [i for i, block in enumerate(part.blocks) if block.file >= len(part.files)]

@@ -138,8 +138,11 @@ class Part:
 
     @property
     def encoded(self) -> bool:
-        """Whether reading it takes more than its own raw blocks."""
-        return bool(self.borrowed or self.bases or any(b.codec != "raw" for b in self.blocks))
+        """Whether it has blocks that only the encoded format knows."""
+        # Where no block of an encoded shard paid, two may still lie in one place.
+        laid = any(not file.name.endswith(".safetensors") for file in self.files)
+        coded = any(block.codec != "raw" for block in self.blocks)
+        return bool(laid or coded or self.borrowed or self.bases)
 
     def file_name(self, block: Block, folder: str) -> str:
         """The shard of a block relative to the root, for a part in `folder`."""

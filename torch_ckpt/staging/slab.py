@@ -53,7 +53,7 @@ class Slab:
         return memoryview(self._mapping) if self._mapping is not None else memoryview(b"")
 
     def reserve(self, size: int, *, pin: bool = False) -> None:
-        """Hold at least `size` bytes; contents survive growth only on Linux."""
+        """Hold at least `size` bytes; contents survive growth."""
         with self._lock:
             if size > self.bytes:
                 self._grow(-(-size // _ROUND_BYTES) * _ROUND_BYTES)
@@ -66,7 +66,8 @@ class Slab:
             os.ftruncate(self.fd, size)
             self._mapping = mmap.mmap(self.fd, size)
         else:
-            self._mapping = mmap.mmap(-1, size)
+            before, self._mapping = self.buffer, mmap.mmap(-1, size)
+            self._mapping[: len(before)] = before
         self.bytes = size
         self._tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.version += 1

@@ -66,15 +66,17 @@ class Coder:
     """Writable where a rule loses anything: what a reader gets is put back into it."""
     base: memoryview | None
     """The snapshot before, of the same layout."""
+    digests: Sequence[str]
+    """XXH3 of its blocks, as they are stored."""
     default: str
     rules: Sequence[Rule]
     speed: Speed
 
-    def plan(self, placed: Sequence[Placed]) -> Iterator[tuple[Extent, str, Rule]]:
-        """Every block in order with its dtype and its rule."""
+    def plan(self, placed: Sequence[Placed]) -> Iterator[tuple[int, Extent, str, Rule]]:
+        """Every block in order with its number, its dtype and its rule."""
         items = [item for item in placed if item.piece.bytes]
         first = 0
-        for extent in cut(placed):
+        for number, extent in enumerate(cut(placed)):
             end = extent.start + extent.bytes
             while items[first].start + items[first].piece.bytes <= extent.start:
                 first += 1
@@ -82,16 +84,19 @@ class Coder:
             while last < len(items) and items[last].start < end:
                 last += 1
             names = {item.piece.name for item in items[first:last]}
-            yield extent, items[first].piece.dtype, rule_for(self.rules, names, self.default)
+            rule = rule_for(self.rules, names, self.default)
+            yield number, extent, items[first].piece.dtype, rule
 
-    def code(self, extent: Extent, dtype: str, rule: Rule) -> Coded:
+    def code(self, number: int, extent: Extent, dtype: str, rule: Rule) -> Coded:
         """What is stored of a block."""
         raw = self.slab[extent.start : extent.start + extent.bytes]
         before = None
         if self.base is not None:
             before = self.base[extent.start : extent.start + extent.bytes]
-            if equal(raw, before):
-                return Coded(extent, xxh3_hex(raw))
+            if xxh3_hex(before) != self.digests[number]:
+                before = None  # not what a reader gets: nothing could be decoded against it
+            elif equal(raw, before):
+                return Coded(extent, self.digests[number])
         if rule.lossy and (coded := self._lossy(extent, raw, dtype, rule, before)) is not None:
             return coded
         codec = self._lossless(raw, dtype, before, rule)

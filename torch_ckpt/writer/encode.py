@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ckpt.errors import CkptError
+from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.manifest.blocks import Extent, Placed
-from torch_ckpt.manifest.commit import read_manifest
 from torch_ckpt.manifest.layout import step_of_folder
 from torch_ckpt.manifest.schema import Block, Borrowed
 from torch_ckpt.storage.store import Store
@@ -33,6 +33,8 @@ _AHEAD = 8
 """Blocks encoded ahead of the one that is written."""
 _FULL_SHARE = 0.9
 """Of the time between two saves: what encoding may take."""
+_SHORT_S = 1.0
+"""Encoding that takes less is never left out: whoever saves so often waits for each save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,8 @@ class Encoder:
         late = self._is_late(job, arrived)
         line = None if late else self._line_of(job, store)
         base = self._base_of(job, placed, store) if line is not None else None
-        if late or (line is None and self.encoding.plain):
+        needs_line = self.encoding.lossy and line is not None
+        if late or (base is None and self.encoding.plain and not needs_line):
             return write_shard(job, placed, slab, store, pool)
         if job.raw_bytes == 0:
             return Written()
@@ -113,6 +116,7 @@ class Encoder:
         coder = Coder(
             slab=slab,
             base=None if base is None else base.slab,
+            digests=[] if base is None else [block.xxh3 for block in base.part.blocks],
             default=self.encoding.codec,
             rules=rules,
             speed=self._speed,
@@ -161,7 +165,7 @@ class Encoder:
         """Whether saves come faster than they are encoded, so that this one is stored as it is."""
         before, self._arrived = self._arrived, arrived
         interval_s = float("inf") if before is None else arrived - before
-        if self._last_s <= _FULL_SHARE * interval_s:
+        if self._last_s <= max(_SHORT_S, _FULL_SHARE * interval_s):
             return False
         logger.warning(
             "step %d is stored as it is: encoding took %.1f s, and saves come every %.1f s",
@@ -177,13 +181,14 @@ class Encoder:
         line = self._line
         if line is None or line.depth >= self.encoding.full_every:
             return None
-        return line if _follows(job, line.job) and _is_committed(line.job, store) else None
+        sound = _follows(job, line.job) and _are_sound(line.lenders, line.job, store)
+        return line if sound else None
 
     def _base_of(self, job: Job, placed: list[Placed], store: Store) -> Base | None:
         base = self._base
         if base is None or base.placed != placed or not _follows(job, base.job):
             return None
-        return base if _is_committed(base.job, store) else None
+        return base if _are_sound(base.part.borrowed, base.job, store) else None
 
     def _encoded(
         self,
@@ -226,12 +231,22 @@ def _follows(job: Job, before: Job) -> bool:
     return (job.run, job.root) == (before.run, before.root) and job.step > before.step
 
 
-def _is_committed(job: Job, store: Store) -> bool:
-    """Whether a generation came to be: another rank may have failed, or somebody removed it."""
+def _are_sound(borrowed: Sequence[Borrowed], job: Job, store: Store) -> bool:
+    """Whether a generation and those it borrows from are committed and not set apart.
+
+    Another rank may have failed, and somebody may have removed or quarantined one.
+    """
+    wanted = {**{one.folder: one.attempt for one in borrowed}, job.folder: job.attempt}
     try:
-        return read_manifest(store, job.folder).attempt == job.attempt
+        there = Catalog(store).read(wanted.keys())
     except (CkptError, OSError):
         return False
+    return all(
+        folder in there
+        and there[folder].manifest.attempt == attempt
+        and not there[folder].set_apart
+        for folder, attempt in wanted.items()
+    )
 
 
 def _in_order(coder: Coder, placed: list[Placed], pool: Executor) -> Iterator[tuple[Coded, Rule]]:
@@ -241,7 +256,7 @@ def _in_order(coder: Coder, placed: list[Placed], pool: Executor) -> Iterator[tu
     try:
         while True:
             while len(ahead) < _AHEAD and (planned := next(upcoming, None)) is not None:
-                ahead.append((pool.submit(coder.code, *planned), planned[2]))
+                ahead.append((pool.submit(coder.code, *planned), planned[3]))
             if not ahead:
                 return
             future, rule = ahead.popleft()

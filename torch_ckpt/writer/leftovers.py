@@ -22,7 +22,8 @@ REFUSAL_LIMIT_BYTES = 4096
 
 def withdraw(store: Store, folder: str, rank: int, attempt: str) -> None:
     """Free what one rank's share took; nobody may have counted its vote."""
-    _delete(store, folder, (part_name(rank, attempt), shard_name(rank, attempt)))
+    shards = [shard_name(rank, attempt, encoded=encoded) for encoded in (False, True)]
+    _delete(store, folder, (part_name(rank, attempt), *shards))
 
 
 def withdraw_all(store: Store, folder: str, attempt: str) -> None:
