@@ -64,8 +64,21 @@ class CheckpointPlugin:
     """exact: `skip_first_batches` reads batches again where workers may draw random numbers;
     fast: it never does."""
 
-    codec: str | None = None
-    """How blocks are encoded; there is none yet."""
+    codec: str | Mapping[str, str] | None = None
+    """How blocks are stored: raw, zstd, auto, or by patterns of tensors' names; a mapping is JSON
+    in the environment."""
+
+    moments: str | None = None
+    """fp8: store the moments of optimizers in 8 bits and fewer, which loses something."""
+
+    lossy_delta: float | Mapping[str, float] | None = None
+    """Store changes up to this error of theirs, for all tensors or by patterns of their names."""
+
+    incremental: bool | None = None
+    """Store only what differs from the generation before, as far as that pays."""
+
+    full_every: int | None = None
+    """Generations that may build on one another before the next stands alone."""
 
     mode: str | None = None
     """sync: every save is committed when it returns."""
@@ -107,8 +120,9 @@ class CheckpointPlugin:
             ConfigError: this version of the engine has no such option.
         """
         named = {"timeout_s": "agree_timeout_s"}
-        wanted = ("archive", "cache", "codec", "mode", "on_error", "timeout_s", "allow_pickle")
-        found = {name: getattr(self, name) for name in (*wanted, "storage_options")}
+        wanted = ("archive", "cache", "mode", "on_error", "timeout_s", "allow_pickle")
+        smaller = ("codec", "moments", "lossy_delta", "incremental", "full_every")
+        found = {name: getattr(self, name) for name in (*wanted, *smaller, "storage_options")}
         given = {named.get(key, key): value for key, value in found.items() if value is not None}
         able = Checkpointer.__init__.__kwdefaults__ or {}
         for name in given.keys() - able.keys():
@@ -148,15 +162,15 @@ class CkptProjectConfiguration(ProjectConfiguration):
 def _parsed(name: str, text: str, where: str) -> Any:
     """A value from the text of an environment variable."""
     try:
-        if name == "every":
+        if name in ("every", "full_every"):
             return int(text)
         if name == "timeout_s":
             return float(text)
-        if name == "storage_options":
+        if name in ("storage_options", "lossy_delta") or text.startswith("{"):
             return json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{where}={text!r} cannot be read: {error}") from error
-    return _flag(text, where) if name == "allow_pickle" else text
+    return _flag(text, where) if name in ("allow_pickle", "incremental") else text
 
 
 def _checked(name: str, value: Any) -> Any:

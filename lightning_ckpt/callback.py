@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from lightning_ckpt import twins
 from lightning_ckpt.exact import ExactResume
@@ -35,6 +35,7 @@ from lightning_ckpt.strategy import refuse_averages, refuse_strategy
 from torch_ckpt import (
     CkptError,
     ConfigError,
+    EncodingOptions,
     Generation,
     KeepLast,
     PendingSave,
@@ -66,8 +67,8 @@ _ENGINE_OPTIONS = (
 class CheckpointCallback(_Base):
     """Saves the whole run every so often, and starts from the newest good generation.
 
-    Run the same script again after any crash: it goes on where the run was. A `ckpt_path` given
-    to `fit` wins. One root belongs to one run.
+    The same script goes on where the run was after any crash. A `ckpt_path` given to `fit` wins.
+    One root belongs to one run.
 
     Args:
         root: folder or fsspec URL for the generations of this run, the same for all ranks.
@@ -88,8 +89,8 @@ class CheckpointCallback(_Base):
         commit_timeout_s: how long a save may take to become durable.
         allow_pickle: whether resuming may unpickle custom objects (`weights_only=False` does too).
         storage_options: for fsspec, where `root` is a URL.
-        keep_archive, permanent_every, archive_options, archive_timeout_s, bandwidth_limit: of the
-            archive, as in `torch_ckpt.Checkpointer`.
+        keep_archive, permanent_every, archive_options, archive_timeout_s, bandwidth_limit, encoding:
+            of the archive and of what is stored, as in `torch_ckpt.Checkpointer`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointCallback:
@@ -126,6 +127,7 @@ class CheckpointCallback(_Base):
         archive_options: Mapping[str, Any] | None = None,
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
+        **encoding: Unpack[EncodingOptions],
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         if resume not in ("auto", "never"):
@@ -138,7 +140,7 @@ class CheckpointCallback(_Base):
             overlap=overlap,
             allow_pickle=allow_pickle,
             storage_options=storage_options,
-            engine={name: given[name] for name in _ENGINE_OPTIONS},
+            engine={**{name: given[name] for name in _ENGINE_OPTIONS}, **encoding},
         )
         self._options.open_engine(distributed=False).close()  # refuses bad options now
         self._metrics = Metrics(keep)

@@ -58,7 +58,7 @@ class TwoBufferCheckpointIO(CheckpointIO):
         allow_pickle: whether loads that leave `weights_only` open may unpickle custom objects.
         storage_options: for fsspec, where checkpoints are not on this host's file system.
         tiers: where checkpoints go on to: `archive`, `cache`, `keep_archive`, `archive_options` and
-            the others of `torch_ckpt.Checkpointer`; for those that lie in one folder.
+            the others of `torch_ckpt.Checkpointer`; for those that lie in one folder. And `codec`.
     """
 
     def __init__(
@@ -73,7 +73,8 @@ class TwoBufferCheckpointIO(CheckpointIO):
         storage_options: Mapping[str, Any] | None = None,
         **tiers: Any,
     ) -> None:
-        if unknown := tiers.keys() - set(TIER_OPTIONS):
+        # Only a folder that nobody saves into again can be built on, so nothing more of encoding.
+        if unknown := tiers.keys() - {*TIER_OPTIONS, "codec"}:
             raise TypeError(f"TwoBufferCheckpointIO has no option {', '.join(sorted(unknown))}")
         self._options: dict[str, Any] = {
             "mode": mode,

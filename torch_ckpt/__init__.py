@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch_ckpt.checkpointer import Checkpointer
+    from torch_ckpt.config import EncodingOptions
     from torch_ckpt.errors import (
         ArchiveTaken,
         CkptError,
@@ -55,6 +56,7 @@ __all__ = [
     "ClassNotLoaded",
     "ConfigError",
     "DisagreementError",
+    "EncodingOptions",
     "FormatError",
     "Generation",
     "GenerationNotFound",
@@ -86,6 +88,7 @@ __all__ = [
 # The one place a public name is bound to its module at run time; the block above is for types.
 _HOMES = {
     "Checkpointer": "torch_ckpt.checkpointer",
+    "EncodingOptions": "torch_ckpt.config",
     "PendingSave": "torch_ckpt.pending",
     "load_generation": "torch_ckpt.once",
     "save_generation": "torch_ckpt.once",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.retention import KeepEvery, KeepLast, Retention
@@ -18,6 +18,16 @@ _READ_ONLY = ("http://", "https://")
 
 Block = Literal["copied", "staged", "committed"]
 BLOCKS: tuple[Block, ...] = ("copied", "staged", "committed")
+
+
+class EncodingOptions(TypedDict, total=False):
+    """Options of a `Checkpointer` that make generations smaller, as adapters pass them on."""
+
+    codec: str | Mapping[str, str]
+    moments: Literal["fp8"] | None
+    lossy_delta: float | Mapping[str, float] | None
+    incremental: bool
+    full_every: int
 
 
 @dataclass(frozen=True, kw_only=True)

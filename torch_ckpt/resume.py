@@ -363,6 +363,8 @@ class Resumer:
     def _say(self, generation: Generation, step: int | None) -> None:
         how = "as asked" if step is not None else "the newest usable generation"
         logger.info("resumed step %d from %s (%s)", generation.step, generation.url, how)
+        if (lossy := generation.tags.get("lossy")) is not None:
+            logger.warning("step %d was stored with a loss: %s", generation.step, lossy)
 
 
 def _will_do(survey: Survey, *, step: int | None) -> bool:

@@ -48,7 +48,8 @@ def fit(folder: Path, *callbacks: Any, model: Any = None, **options: Any) -> Any
 
 def saving(folder: Path, **options: Any) -> Any:
     """A callback that keeps everything, every third step."""
-    return CheckpointCallback(folder / "run", **{"every_n_steps": 3, "keep": None, **options})
+    given: dict[str, Any] = {"every_n_steps": 3, "keep": None, **options}
+    return CheckpointCallback(folder / "run", **given)
 
 
 def generations(folder: Path) -> dict[int, Generation]:

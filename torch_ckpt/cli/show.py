@@ -6,6 +6,7 @@ Knows documents. Reads no tensor and rebuilds no value.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch_ckpt.cli.tiers import open_tiers
 from torch_ckpt.cli.tree import Node, nodes
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.manifest.commit import read_parts
-from torch_ckpt.manifest.schema import Part
+from torch_ckpt.manifest.schema import Part, TensorEntry
 
 
 @click.command()
@@ -75,6 +76,7 @@ def _facts(generation: Generation) -> dict[str, Any]:
         "run": manifest.run,
         "attempt": manifest.attempt,
         "parent": None if manifest.parent is None else dict(manifest.parent),
+        "bases": list(manifest.bases),
         "tags": dict(manifest.tags),
         "metrics": dict(manifest.metrics),
         "framework": dict(manifest.framework),
@@ -92,6 +94,7 @@ def _tensors(parts: Sequence[Part], blobs: set[str | None]) -> list[dict[str, An
                     "dtype": entry.dtype,
                     "shape": list(entry.shape),
                     "bytes": math.prod(entry.shape) * entry.itemsize,
+                    "stored_as": _stored_as(part, entry),
                     "tied_to": None,
                 }
     for part in parts:
@@ -99,6 +102,17 @@ def _tensors(parts: Sequence[Part], blobs: set[str | None]) -> list[dict[str, An
             if target in found:
                 found[alias] = {**found[target], "name": alias, "bytes": 0, "tied_to": target}
     return list(found.values())
+
+
+def _stored_as(part: Part, entry: TensorEntry) -> list[str]:
+    """The codecs of the blocks that a rank holds of a tensor; `borrowed` is of an earlier step."""
+    starts, found = part.block_starts(), set()
+    for chunk in entry.chunks:
+        first = bisect_right(starts, chunk.start) - 1
+        last = bisect_left(starts, chunk.start + entry.chunk_bytes(chunk))
+        for block in part.blocks[first:last]:
+            found.add(block.codec if block.file < len(part.files) else f"borrowed {block.codec}")
+    return sorted(found)
 
 
 def _objects(parts: Sequence[Part]) -> list[tuple[int | None, Node]]:
@@ -130,6 +144,7 @@ def _print(
         **facts,
         "bytes": size(facts["bytes"]),
         "parent": _parent(facts["parent"]),
+        "bases": ", ".join(map(str, facts["bases"])),
         "tags": ", ".join(f"{t} ({why})" if why else t for t, why in facts["tags"].items()),
         "metrics": metrics_text(facts["metrics"]),
         "framework": ", ".join(f"{name} {text}" for name, text in facts["framework"].items()),
@@ -149,10 +164,14 @@ def _print(
                 tensor["dtype"],
                 "x".join(map(str, tensor["shape"])) or "scalar",
                 f"tied to {tensor['tied_to']}" if tensor["tied_to"] else size(tensor["bytes"]),
+                ", ".join(tensor["stored_as"]),
             ]
             for tensor in tensors
         ]
-        print_table(("tensor", "dtype", "shape", "size"), rows)
+        columns = ("tensor", "dtype", "shape", "size", "stored as")
+        if all(tensor["stored_as"] in ([], ["raw"]) for tensor in tensors):
+            columns, rows = columns[:-1], [row[:-1] for row in rows]
+        print_table(columns, rows)
     print_line("")
     print_line(counted(len(objects), "object"))
     if objects:

@@ -52,6 +52,12 @@ def tag(
     found = tiers.pick_only(step)
     if name not in _MEANINGS:
         note(f"{name} is a mark for people only; known tags: {', '.join(_MEANINGS)}")
+    lossy = found[0].generation.tags.get("lossy")
+    if name == "permanent" and lossy is not None:
+        raise NoSuchThing(
+            f"{found[0].generation.url} is stored with a loss ({lossy}), and what is permanent is "
+            "not; tag a step that has no tag `lossy`, or save one with tags=('permanent',)"
+        )
     tags = _update(found, add={name: reason})
     if as_json:
         print_json(_document(tiers, found, tags))

@@ -124,6 +124,7 @@ def _entry(
         "folder": found.generation.folder,
         "step": found.generation.step,
         "ok": not damages,
+        "lossy": found.generation.tags.get("lossy"),
         "bytes_checked": bytes_checked,
         "damages": [
             {
@@ -140,7 +141,8 @@ def _entry(
 def _unreadable(tier: str, folder: str, reason: str, *, several: bool) -> dict[str, Any]:
     damage = {"file": MANIFEST, "offset": 0, "tensors": [], "reason": reason}
     entry: dict[str, Any] = {"tier": tier} if several else {}
-    facts = {"folder": folder, "step": None, "ok": False, "bytes_checked": 0, "damages": [damage]}
+    facts = {"folder": folder, "step": None, "ok": False, "lossy": None}
+    facts |= {"bytes_checked": 0, "damages": [damage]}
     return {**entry, **facts}
 
 
@@ -148,7 +150,8 @@ def _print(entries: list[dict[str, Any]]) -> None:
     for entry in entries:
         folder = f"{entry['tier']}: {entry['folder']}" if "tier" in entry else entry["folder"]
         if entry["ok"]:
-            print_line(f"{folder}: sound, {size(entry['bytes_checked'])} checked")
+            lossy = f"; lossy: {entry['lossy']}" if entry["lossy"] else ""
+            print_line(f"{folder}: sound, {size(entry['bytes_checked'])} checked{lossy}")
         for damage in entry["damages"]:
             where = f"{folder}/{damage['file']} at byte {damage['offset']}"
             held = ", ".join(damage["tensors"])
