@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 _KEEP = KeepLast(3)
 _SIGTERM_CODE = 128 + 15
-_NOT_OPTIONS = ("self", "__class__")
+_NOT_OPTIONS = ("self", "__class__", "encoding")
 _ENGINE_OPTIONS = (
     "mode",
     "slabs",
@@ -89,8 +89,8 @@ class CheckpointCallback(_Base):
         commit_timeout_s: how long a save may take to become durable.
         allow_pickle: whether resuming may unpickle custom objects (`weights_only=False` does too).
         storage_options: for fsspec, where `root` is a URL.
-        keep_archive, permanent_every, archive_options, archive_timeout_s, bandwidth_limit, encoding:
-            of the archive and of what is stored, as in `torch_ckpt.Checkpointer`.
+        keep_archive, permanent_every, archive_options, archive_timeout_s, bandwidth_limit: of the
+            archive; `encoding`: of what is stored. Both are as in `torch_ckpt.Checkpointer`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> CheckpointCallback:
@@ -129,10 +129,10 @@ class CheckpointCallback(_Base):
         bandwidth_limit: float | None = None,
         **encoding: Unpack[EncodingOptions],
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
+        given: dict[str, Any] = {k: v for k, v in locals().items() if k not in _NOT_OPTIONS}
         if resume not in ("auto", "never"):
             raise ConfigError(f"resume must be 'auto' or 'never', got {resume!r}")
-        self._given = given
+        self._given = {**given, **encoding}
         self._schedule = Schedule(every_n_steps=every_n_steps, every_minutes=every_minutes)
         self._options = Options(
             root=as_url(root),
@@ -166,7 +166,7 @@ class CheckpointCallback(_Base):
 
     @property
     def best_model_path(self) -> str:
-        """The generation that `KeepBest` puts first, or else the newest; empty if there is none."""
+        """What `KeepBest` puts first, or else the newest; empty if there is none."""
         return self._best or self._best_of(self._options.committed())
 
     @best_model_path.setter
