@@ -111,7 +111,12 @@ class Saver:
                 return self._skip(pending, slab)
             slab = slab or self._slots.take()
             try:
-                plan = self._planner.plan(flat, self._ranks.exchange, afresh=agreement.stale)
+                plan = self._planner.plan(
+                    flat,
+                    self._ranks.exchange,
+                    afresh=agreement.stale,
+                    unowned=partial(_unowned, request, flat),
+                )
                 self._copy(request, flat, plan, slab, pending)
             except (OSError, MemoryError, RuntimeError) as error:
                 if isinstance(error, CkptError):
@@ -370,6 +375,15 @@ class Saver:
         self.settle()
         self.handover.close()
         self._slots.close()
+
+
+def _unowned(request: Request, flat: Flat) -> set[str]:
+    """The tensors of a state that no optimizer owns, such as running statistics."""
+    optimizers = [*request.optimizers, *flat.optimizers]
+    if not optimizers:
+        return set()  # nobody can tell
+    owned = Owned(optimizers).which(list(flat.tensors.values()))
+    return {name for name, one in zip(flat.tensors, owned, strict=True) if not one}
 
 
 def _any_cuda(flat: Flat) -> bool:

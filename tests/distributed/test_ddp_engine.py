@@ -82,6 +82,32 @@ def test_one_process_reads_what_two_ranks_wrote(tmp_path: Path) -> None:
     assert loaded["mine"]["rank"] == 0
 
 
+def train_with_local_statistics(rank: int, root: str) -> list[torch.Tensor]:
+    """DDP as it is by default but for the broadcast: statistics of each rank's own batches."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 100_000), torch.nn.BatchNorm1d(100_000))
+    ddp = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp(torch.randn(4, 1) + rank).sum().backward()
+    optimizer.step()
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save({"model": model.state_dict()}, 1, optimizers=[optimizer])
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def test_of_buffers_that_differ_between_ranks_rank_0s_are_saved(tmp_path: Path) -> None:
+    """400 kB each, and more than rank 0's fair share of the bytes is taken by parameters."""
+    root = tmp_path / "run"
+    first, second = run_ranks(tmp_path / "ranks", train_with_local_statistics, 2, str(root))
+    assert not torch.equal(first[0], second[0])
+    model = load_generation(root)["model"]
+    saved = [value for name, value in model.items() if "running" in name or "tracked" in name]
+    assert [torch.equal(*pair) for pair in zip(saved, first, strict=True)] == [True] * 3
+    shards = [path.stat().st_size for path in root.glob("step-0000000001/*.safetensors")]
+    assert len(shards) == 2
+    assert max(shards) < 1.3 * min(shards)
+
+
 def different_steps(rank: int, root: str) -> str:
     with Checkpointer(root) as checkpointer:
         checkpointer.save(_state(rank, 1), 1)

@@ -7,7 +7,7 @@ Knows boxes and sizes. Knows nothing of tensors, groups or storage.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -138,7 +138,9 @@ def _made(table: _Table, rows: np.ndarray, sizes: np.ndarray, dims: Sequence[int
     return made
 
 
-def assign(shared: Sequence[Claim], loads: Sequence[int]) -> list[tuple[int, Claim]]:
+def assign(
+    shared: Sequence[Claim], loads: Sequence[int], *, of_first: Collection[int] = ()
+) -> list[tuple[int, Claim]]:
     """An owner for every claim of several ranks. Large ones may come back in pieces.
 
     The largest first, each to the least loaded of its ranks. A rank's load is at most a tenth
@@ -147,6 +149,7 @@ def assign(shared: Sequence[Claim], loads: Sequence[int]) -> list[tuple[int, Cla
     Args:
         shared: Claims of several ranks each, or of the only rank there is.
         loads: By rank, the bytes that it has to write anyway.
+        of_first: Tensors of which the first rank's version counts, whatever its load.
     """
     loads = list(loads)
     if len(loads) == 1:
@@ -156,6 +159,11 @@ def assign(shared: Sequence[Claim], loads: Sequence[int]) -> list[tuple[int, Cla
     limit = max(SMALL_BYTES, share // _PIECES_PER_SHARE)
     # The smallest first, while rank 0 has room: that is what buffers are which data parallelism
     # leaves different on each rank, and by custom those of rank 0 count.
+    bound = [claim for claim in shared if claim.tensor in of_first]
+    for claim in bound:
+        loads[claim.ranks[0]] += claim.bytes
+    owned += [(claim.ranks[0], claim) for claim in bound]
+    shared = [claim for claim in shared if claim.tensor not in of_first]
     small = sorted((c for c in shared if c.bytes < SMALL_BYTES), key=_smallest_first)
     large = [piece for c in shared if c.bytes >= SMALL_BYTES for piece in _cut(c, limit)]
     for claim in [*small, *sorted(large, key=_largest_first)]:

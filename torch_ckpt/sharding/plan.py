@@ -9,7 +9,7 @@ of memory or storage.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -21,7 +21,7 @@ import torch
 from torch_ckpt.errors import UnsupportedState
 from torch_ckpt.manifest.blocks import Piece, Placed, place
 from torch_ckpt.sharding.differences import fingerprint_of
-from torch_ckpt.sharding.owners import Found, Held, assign, claims, whole
+from torch_ckpt.sharding.owners import SMALL_BYTES, Found, Held, assign, claims, whole
 from torch_ckpt.staging.regions import dtype_name
 from torch_ckpt.staging.sharded import Box, boxes, layout_of, meshes_of, replicas_of
 from torch_ckpt.staging.tree import Flat
@@ -101,16 +101,25 @@ class Planner:
         """Whether the state has another shape than the plan that is kept."""
         return self._plan is None
 
-    def plan(self, flat: Flat, exchange: Exchange, *, afresh: bool = False) -> Plan:
+    def plan(
+        self,
+        flat: Flat,
+        exchange: Exchange,
+        *,
+        afresh: bool = False,
+        unowned: Callable[[], Collection[str]] | None = None,
+    ) -> Plan:
         """This rank's share of the state that was surveyed last.
 
         All ranks call `exchange` or none does: `afresh` if the plan of any of them is stale.
+        `unowned` names tensors that no optimizer owns, so that ranks that agree on everything else
+        may differ in them: of the small ones among these, which are not sharded, rank 0's count.
 
         Raises:
             UnsupportedState: a tensor is shared out over ranks that take no part.
         """
         if self._plan is None or afresh:
-            self._plan = self._fresh(flat, exchange)
+            self._plan = self._fresh(flat, exchange, unowned)
         return self._plan
 
     def estimate(self, flat: Flat) -> int:
@@ -125,7 +134,12 @@ class Planner:
         share = sum(alike) // self._world_size
         return own + (held + share) * 11 // 10 + max(alike, default=0) // 10
 
-    def _fresh(self, flat: Flat, exchange: Exchange) -> Plan:
+    def _fresh(
+        self,
+        flat: Flat,
+        exchange: Exchange,
+        unowned: Callable[[], Collection[str]] | None = None,
+    ) -> Plan:
         if self._world_size == 1 and not flat.sharded:
             return _planned([_complete(name, t) for name, t in flat.tensors.items()])
         shared = [name for name in flat.tensors if name not in flat.own]
@@ -136,10 +150,17 @@ class Planner:
             if name not in flat.sharded
         ]
         found = self._claims(flat, shared, held, exchange)
-        owned = assign([*alike, *found.shared], found.loads)
-        mine = [*found.alone, *(claim for rank, claim in owned if rank == self._rank)]
-        mine.sort(key=lambda claim: (claim.tensor, claim.box.offsets))
-        pieces = [_piece(shared[c.tensor], flat, c.box) for c in mine]
+        of_first: set[int] = set()
+        if unowned is not None and self._world_size > 1:
+            names = unowned()
+            small = [c.tensor for c in alike if c.bytes < SMALL_BYTES and shared[c.tensor] in names]
+            # Rank 0's word, so that all ranks come to one plan whatever their optimizers hold.
+            mine = torch.tensor(small, dtype=torch.int64).reshape(len(small), 1)
+            of_first = set(exchange(mine)[0].flatten().tolist())
+        owned = assign([*alike, *found.shared], found.loads, of_first=of_first)
+        written = [*found.alone, *(claim for rank, claim in owned if rank == self._rank)]
+        written.sort(key=lambda claim: (claim.tensor, claim.box.offsets))
+        pieces = [_piece(shared[c.tensor], flat, c.box) for c in written]
         pieces += [_piece(n, flat, _all(t)) for n, t in flat.tensors.items() if n in flat.own]
         plan = _planned(pieces)
         mesh = meshes_of(flat.sharded.values())

@@ -93,6 +93,13 @@ def test_small_tensors_are_the_first_ranks_while_that_is_fair() -> None:
     assert ranks.count(0) == ranks.count(1)
 
 
+def test_tensors_that_are_the_first_ranks_stay_so_whatever_its_load() -> None:
+    many = [whole(i, (200_000,), 4, 2) for i in range(10)]
+    owned = assign(many, [0, 0], of_first=range(6))
+    assert {rank for rank, claim in owned if claim.tensor < 6} == {0}
+    assert {rank for rank, claim in owned if claim.tensor >= 6} == {1}
+
+
 def test_what_one_rank_alone_holds_is_its_own_and_counts_as_its_load() -> None:
     shared = [whole(i, (1 << 21,), 4, 2) for i in range(1, 5)]
     owned = {claim.tensor: rank for rank, claim in assign(shared, [1 << 26, 0])}
