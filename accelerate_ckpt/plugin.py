@@ -68,6 +68,9 @@ class CheckpointPlugin:
     """How blocks are stored: raw, zstd, auto, or by patterns of tensors' names; a mapping is JSON
     in the environment."""
 
+    archive_codec: str | None = None
+    """How the archive stores what the root stores raw: raw, zstd or auto."""
+
     moments: str | None = None
     """fp8: store the moments of optimizers in 8 bits and fewer, which loses something."""
 
@@ -121,7 +124,7 @@ class CheckpointPlugin:
         """
         named = {"timeout_s": "agree_timeout_s"}
         wanted = ("archive", "cache", "mode", "on_error", "timeout_s", "allow_pickle")
-        smaller = ("codec", "moments", "lossy_delta", "incremental", "full_every")
+        smaller = ("codec", "archive_codec", "moments", "lossy_delta", "incremental", "full_every")
         found = {name: getattr(self, name) for name in (*wanted, *smaller, "storage_options")}
         given = {named.get(key, key): value for key, value in found.items() if value is not None}
         able = Checkpointer.__init__.__kwdefaults__ or {}

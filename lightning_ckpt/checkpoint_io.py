@@ -74,7 +74,7 @@ class TwoBufferCheckpointIO(CheckpointIO):
         **tiers: Any,
     ) -> None:
         # Only a folder that nobody saves into again can be built on, so nothing more of encoding.
-        if unknown := tiers.keys() - {*TIER_OPTIONS, "codec"}:
+        if unknown := tiers.keys() - {*TIER_OPTIONS, "codec", "archive_codec"}:
             raise TypeError(f"TwoBufferCheckpointIO has no option {', '.join(sorted(unknown))}")
         self._options: dict[str, Any] = {
             "mode": mode,

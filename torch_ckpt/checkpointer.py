@@ -61,22 +61,21 @@ class Checkpointer:
         distributed: None takes part with all ranks where torch.distributed is initialised (then
             every rank makes a checkpointer and saves at the same steps); False is alone.
         writer_timeout_s: A writer that gives no sign of life for so long is replaced.
-        commit_timeout_s: A save that is not committed by then is given up; so long rank 0's writer
-            waits for a rank that died without a word.
+        commit_timeout_s: A save that is not committed by then is given up.
         agree_timeout_s: How long ranks wait for one another.
         orphan_timeout_s: How long to wait for the writer of a trainer that died.
         allow_pickle: Whether loading may unpickle what had to be pickled.
         storage_options: Passed to the fsspec file system of the root.
         archive_options: The same for the archive.
         archive_timeout_s: How long a writer goes on promoting after `close`, or after a crash.
-        bandwidth_limit: Bytes a second that the writer of one rank sends to the archive.
-        codec: How blocks are stored: "raw"; "zstd", byte planes under zstd; or "auto", so where
-            that makes a generation durable sooner; or this by patterns of tensors' names.
-        moments: "fp8" stores moments of optimizers in 8 bits and fewer; loses something.
-        lossy_delta: Stores changes since the generation before, up to this error of theirs: for
-            all tensors, or by patterns of their names. See docs/codecs.md for both.
+        bandwidth_limit: Bytes a second that one rank's writer sends to the archive.
+        codec: How blocks are stored: "raw"; "zstd", byte planes under zstd; "auto", so where that
+            is durable sooner; or these by patterns of tensors' names.
+        archive_codec: The same for the archive, where the root has raw ones.
+        moments: "fp8" stores optimizers' moments in 8 bits and fewer, with a loss: docs/codecs.md.
+        lossy_delta: Stores changes up to this error of theirs, of all tensors or by names.
         incremental: Store only what differs from the generation before, as far as that pays.
-        full_every: How many generations may build on one another before one stands alone.
+        full_every: How many generations may build on one another.
         framework: Names and versions to record.
 
     Raises:
@@ -108,6 +107,7 @@ class Checkpointer:
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
         codec: str | Mapping[str, str] = "raw",
+        archive_codec: Literal["raw", "zstd", "auto"] = "raw",
         moments: Literal["fp8"] | None = None,
         lossy_delta: float | Mapping[str, float] | None = None,
         incremental: bool = False,
@@ -136,6 +136,7 @@ class Checkpointer:
             bandwidth_limit=bandwidth_limit,
             cache=None if cache is None else check_root(cache, "cache"),
             codec=codec,
+            archive_codec=archive_codec,
             moments=moments,
             lossy_delta=lossy_delta,
             incremental=incremental,
@@ -315,9 +316,8 @@ class Checkpointer:
     def set_aside(self, *, newer_than: int) -> list[str]:
         """Leave behind what is newer than a step that training starts from on purpose.
 
-        Those generations stay and are listed, nothing chooses them by itself, and saves do not
-        replace them. `resume(step=...)` does this by itself; this is for a start from elsewhere.
-        All ranks call it together; returns the folders.
+        Those stay and are listed, nothing chooses them by itself, and saves do not replace them.
+        `resume(step=...)` does this by itself. All ranks call it together; returns the folders.
         """
         with self._exclusive.hold():
             self._finish_own_saves()

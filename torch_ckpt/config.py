@@ -24,6 +24,7 @@ class EncodingOptions(TypedDict, total=False):
     """Options of a `Checkpointer` that make generations smaller, as adapters pass them on."""
 
     codec: str | Mapping[str, str]
+    archive_codec: Literal["raw", "zstd", "auto"]
     moments: Literal["fp8"] | None
     lossy_delta: float | Mapping[str, float] | None
     incremental: bool
@@ -97,6 +98,9 @@ class Config:
     codec: str | Mapping[str, str] = "raw"
     """How blocks are stored: raw, zstd (byte planes), auto (so where it is faster); or this by
     patterns of tensors' names, where fp8 and fp8-sqrt are possible too."""
+
+    archive_codec: Literal["raw", "zstd", "auto"] = "raw"
+    """How the archive stores what the root stores raw."""
 
     moments: Literal["fp8"] | None = None
     """How the moments of optimizers are stored; fp8 loses something."""
@@ -207,6 +211,12 @@ def _check_tiers(config: Config) -> None:
 
 def _check_encoding(config: Config) -> None:
     rules_of(config.codec, config.moments, config.lossy_delta)
+    _one_of("archive_codec", config.archive_codec, ("raw", "zstd", "auto"))
+    if config.archive_codec != "raw" and (config.encodes or config.archive is None):
+        raise ConfigError(
+            f"archive_codec={config.archive_codec!r} encodes what the root stores raw, so it goes "
+            'with archive=, codec="raw" and incremental=False'
+        )
     _one_of("incremental", config.incremental, (True, False))
     if type(config.full_every) is not int or config.full_every < 1:
         raise ConfigError(f"full_every must be a whole number from 1 up, got {config.full_every!r}")

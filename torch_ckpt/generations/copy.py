@@ -258,7 +258,7 @@ def _send(
                 raise
             logger.warning("read once more: %s", error)
             continue
-        if (fault := _fault_in(arrived, number)) is None:
+        if (fault := fault_in(arrived, number)) is None:
             return
         if last:
             # It has the right size, so the next try would take it for one that arrived.
@@ -275,7 +275,7 @@ def _paced(read: Read, pace: Pace) -> Read:
     return paced
 
 
-def _fault_in(reader: BlockReader, number: int) -> str | None:
+def fault_in(reader: BlockReader, number: int) -> str | None:
     """What is wrong with a few blocks of what arrived: not every server checks what it is sent."""
     blocks = [i for i, block in enumerate(reader.part.blocks) if block.file == number]
     try:

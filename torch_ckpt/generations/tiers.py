@@ -204,9 +204,10 @@ def _scan(tier: Tier) -> _Answered:
 
 
 def _identity(one: Generation) -> tuple[object, ...]:
-    # Step, attempt and folder are the name; the rest tells a planted copy from the real one.
+    # Step, attempt and folder are the name; the rest tells a planted copy from the real one. Bytes
+    # do not: a tier may have it in a codec of its own.
     manifest = one.manifest
-    return one.step, manifest.attempt, one.folder, manifest.run, manifest.world_size, manifest.bytes
+    return one.step, manifest.attempt, one.folder, manifest.run, manifest.world_size
 
 
 def _held(copies: Mapping[TierName, Generation]) -> Held:

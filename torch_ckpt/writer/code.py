@@ -99,6 +99,12 @@ class Coder:
                 return Coded(extent, self.digests[number])
         if rule.lossy and (coded := self._lossy(extent, raw, dtype, rule, before)) is not None:
             return coded
+        return self.encode(extent, raw, dtype, rule, before)
+
+    def encode(
+        self, extent: Extent, raw: memoryview, dtype: str, rule: Rule, before: memoryview | None
+    ) -> Coded:
+        """What is stored of a block without loss, `before` being a base that it may be built on."""
         codec = self._lossless(raw, dtype, before, rule)
         if codec == "raw":
             return Coded(extent, xxh3_hex(raw), raw, sha256_hex(raw))

@@ -17,7 +17,7 @@ from typing import Any
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.manifest.blocks import Extent, Placed
-from torch_ckpt.manifest.layout import step_of_folder
+from torch_ckpt.manifest.layout import shard_name, step_of_folder
 from torch_ckpt.manifest.schema import Block, Borrowed
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.borrow import Base, Borrowing, lenders
@@ -199,7 +199,8 @@ class Encoder:
         pool: Executor,
         borrowing: Borrowing,
     ) -> Written:
-        laid = Laid(job, store)
+        shard = shard_name(job.rank, job.attempt, encoded=True)
+        laid = Laid(store, f"{job.folder}/{shard}", job.raw_bytes)
         blocks: list[Block] = []
         lossy: set[str] = set()
         seen: dict[tuple[str, int], tuple[Extent, Block]] = {}

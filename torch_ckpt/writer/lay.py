@@ -5,18 +5,16 @@ from __future__ import annotations
 import mmap
 import time
 
-from torch_ckpt.manifest.layout import shard_name
 from torch_ckpt.manifest.schema import BLOCK_BYTES, StoredFile
 from torch_ckpt.storage.store import Sink, Store
-from torch_ckpt.writer.job import Job
 
 
 class Laid:
     """An encoded shard that grows; there is no file until it has a byte."""
 
-    def __init__(self, job: Job, store: Store) -> None:
-        self._name = shard_name(job.rank, job.attempt, encoded=True)
-        self._folder, self._limit, self._store = job.folder, job.raw_bytes, store
+    def __init__(self, store: Store, name: str, limit: int) -> None:
+        """`name` is relative to the root; there will be at most `limit` bytes."""
+        self._store, self._name, self._limit = store, name, limit
         self._sink: Sink | None = None
         # Whole pages, as direct writes want them.
         self._page_aligned = mmap.mmap(-1, BLOCK_BYTES)
@@ -50,7 +48,7 @@ class Laid:
         began = time.monotonic()
         self._sink.finish()
         self.seconds += time.monotonic() - began
-        return (StoredFile(name=self._name, bytes=self._written),)
+        return (StoredFile(name=self._name.rpartition("/")[2], bytes=self._written),)
 
     def abandon(self) -> None:
         """Drop the file."""
@@ -60,8 +58,7 @@ class Laid:
     def _flush(self) -> None:
         began = time.monotonic()
         if self._sink is None:
-            name = f"{self._folder}/{self._name}"
-            self._sink = self._store.create(name, self._limit, exact=False)
+            self._sink = self._store.create(self._name, self._limit, exact=False)
         self._sink.write_at(self._written, memoryview(self._page_aligned)[: self._filled])
         self._written, self._filled = self._written + self._filled, 0
         self.seconds += time.monotonic() - began

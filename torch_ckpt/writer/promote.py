@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch_ckpt.errors import (
@@ -28,8 +28,9 @@ from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.manifest.commit import publish_manifest, read_manifest, write_latest
 from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of
-from torch_ckpt.manifest.schema import Manifest
+from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
+from torch_ckpt.writer.recode import Recoder
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +56,16 @@ class Promoter:
         rank: int,
         world_size: int,
         pace: Callable[[int], None],
+        codec: str = "raw",
     ) -> None:
-        """`pace` is told of bytes before they are sent; it waits, or raises to end a promotion."""
+        """`pace` is told of bytes before they are sent; it waits, or raises to end a promotion.
+
+        With another `codec` than raw, the archive stores what is raw in the primary tier in that.
+        """
         self.primary, self.archive = primary, archive
+        self._recoder = Recoder(primary, archive, codec, pace) if codec != "raw" else None
+        self._collected: dict[tuple[int, str], Manifest] = {}
+        """Manifests of what the archive has in its own codec."""
         self._rank, self._world_size, self._pace = rank, world_size, pace
         self._claimed: set[str] = set()
         self._littered: set[str] = set()
@@ -97,10 +105,11 @@ class Promoter:
             return False  # what is damaged there is replaced
         return (there.step, there.attempt) == generation.id
 
-    def send(self, generation: Generation) -> None:
+    def send(self, generation: Generation, *, lends: bool = False) -> None:
         """Send what this rank has to send of a generation, and the archive lacks.
 
-        Ranks of another world size share out the parts among them.
+        Ranks of another world size share out the parts among them. One that `lends` its bytes to
+        others is sent as it is.
 
         Raises:
             PromotionRefused: the primary tier does not have it whole any more.
@@ -111,7 +120,9 @@ class Promoter:
             self.archive.make_folder(folder)
             there = self._there(generation)
             for index, stored in enumerate(generation.manifest.parts):
-                if index % self._world_size == self._rank:
+                if index % self._world_size != self._rank:
+                    continue
+                if lends or not self._recoded(folder, stored, there):
                     copy_part(
                         self.primary, self.archive, folder, stored, there=there, pace=self._pace
                     )
@@ -120,6 +131,10 @@ class Promoter:
         except FileNotFoundError as error:
             self._insist_on(generation)
             raise StorageError(f"{self.archive.url} lost what it was sent: {error}") from error
+
+    def _recoded(self, folder: str, stored: StoredFile, there: Mapping[str, int]) -> bool:
+        """Whether a part is in the archive, in its own codec."""
+        return self._recoder is not None and self._recoder.send(folder, stored, there)
 
     def _insist_on(self, generation: Generation) -> None:
         """Raise PromotionRefused unless the primary tier has a generation whole."""
@@ -140,6 +155,11 @@ class Promoter:
         there = {n: listed[n] for n, one in attempts.items() if one == manifest.attempt}
         if any(one not in (None, manifest.attempt) for one in attempts.values()):
             self._littered.add(generation.folder)
+        if self._recoder is not None:
+            collected = self._recoder.collect(generation.folder, manifest, there)
+            if collected is not None:
+                self._collected[generation.id] = collected
+            return collected is not None
         parts = {stored.name: stored.bytes for stored in manifest.parts}
         if any(there.get(name) != size for name, size in parts.items()):
             return False
@@ -149,6 +169,9 @@ class Promoter:
     def commit(self, generation: Generation) -> None:
         """Publish the manifest in the archive: from now on the generation exists there."""
         manifest = self._newest_manifest(generation)
+        if (own := self._collected.pop(generation.id, None)) is not None:
+            manifest = own.with_tags(manifest.tags)
+            self._littered.add(generation.folder)  # raw shards of an earlier run's promotion
         forget(self.archive, [generation.folder])  # another one may have had this folder
         publish_manifest(self.archive, generation.folder, manifest)
         if self._is_newest(generation):

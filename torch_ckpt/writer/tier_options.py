@@ -21,6 +21,8 @@ class TierOptions:
     """The primary tier's rule as JSON; None drops nothing."""
     keep_archive: Any = None
     """The archive's rule as JSON; None keeps all."""
+    codec: str = "raw"
+    """How the archive stores what the primary tier stores raw."""
     bandwidth_limit: float | None = None
     timeout_s: float = 0.0
     """How long to go on once the trainer has ended."""

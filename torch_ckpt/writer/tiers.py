@@ -216,6 +216,7 @@ class Tiers:
                 rank=self._rank,
                 world_size=self.options.world_size,
                 pace=self._pace,
+                codec=self.options.codec,
             )
         self._adopt(primary, promoter)
         for one in self._setbacks.begin(self._waiting()):
@@ -269,7 +270,7 @@ class Tiers:
                 self._over(one, reason=f"it builds on step {lost}, which is not archived")
                 return
             try:
-                promoter.send(one)
+                promoter.send(one, lends=self._lends(one))
             except PromotionRefused as refusal:
                 if refusal.damage:
                     logger.error("step %d is damaged and is not promoted: %s", one.step, refusal)
@@ -294,6 +295,10 @@ class Tiers:
             if gone and base.step in one.manifest.bases:
                 return base.step
         return None
+
+    def _lends(self, one: Generation) -> bool:
+        """Whether others build on a generation."""
+        return any(one.step in other.manifest.bases for other in list(self._known.values()))
 
     def _bases_archived(self, one: Generation) -> bool:
         """Whether the archive has what a generation builds on; else it comes in a later round."""

@@ -1,0 +1,132 @@
+"""An archive in a codec of its own: the same generation in fewer bytes, and a way back."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_ckpt import Checkpointer, ConfigError, KeepLast, load_generation
+from torch_ckpt.cli.main import run
+from torch_ckpt.generations.catalog import Catalog
+from torch_ckpt.generations.verify import verify
+from torch_ckpt.storage.local import LocalStore
+
+SIZE = 3_000_000
+
+
+def state_of(step: int) -> dict[str, Any]:
+    made = torch.Generator().manual_seed(step)
+    return {
+        "large": torch.randn(SIZE, generator=made),
+        "half": torch.randn(SIZE, generator=made).bfloat16(),
+        "zeros": torch.zeros(SIZE, dtype=torch.int64),
+        "small": torch.rand(7, generator=made),
+        "step": step,
+    }
+
+
+def archived(tmp_path: Path, *steps: int, codec: Any = "zstd", **options: Any) -> None:
+    with Checkpointer(
+        tmp_path / "root",
+        archive=tmp_path / "archive",
+        archive_codec=codec,
+        **{"keep": KeepLast(1), **options},
+    ) as checkpointer:
+        checkpointer.resume(state_of(0))
+        for step in steps:
+            checkpointer.save(state_of(step), step).wait("archived", 60)
+
+
+def assert_is(found: dict[str, Any], step: int) -> None:
+    wanted = state_of(step)
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        same = torch.equal(found[name], value) if name != "step" else found[name] == value
+        assert same, name
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("codec", ["zstd", "auto"])
+def test_the_archive_has_the_same_generation_in_its_own_codec(tmp_path: Path, codec: str) -> None:
+    archived(tmp_path, 1, 2, codec=codec)
+    archive = LocalStore(str(tmp_path / "archive"))
+    both = Catalog(archive).committed()
+    assert [one.step for one in both] == [2, 1]
+    for one in both:
+        assert verify(archive, one).ok
+        assert_is(load_generation(archive.url, folder=one.folder), one.step)
+    root = tmp_path / "root" / both[0].folder
+    assert next(root.glob("*.safetensors")), "raw in the root"
+    assert list((tmp_path / "archive" / both[0].folder).glob("*.safetensors")) == []
+    assert bytes_of(tmp_path / "archive" / both[0].folder) < 0.6 * bytes_of(root)
+
+
+def test_a_run_comes_back_from_an_archive_with_a_codec(tmp_path: Path) -> None:
+    archived(tmp_path, 1, 2)
+    shutil.rmtree(tmp_path / "root")
+    state = state_of(0)
+    with Checkpointer(
+        tmp_path / "root", archive=tmp_path / "archive", archive_codec="zstd", keep=KeepLast(1)
+    ) as checkpointer:
+        generation = checkpointer.resume(state)
+        assert generation is not None
+        assert generation.step == 2
+        assert_is(state, 2)
+        checkpointer.save(state_of(3), 3).wait("archived", 60)
+    steps = [one.step for one in Catalog(LocalStore(str(tmp_path / "archive"))).committed()]
+    assert steps == [3, 2, 1]
+
+
+def test_both_copies_are_one_generation_for_lists_tags_and_retention(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archived(tmp_path, 1)
+    places = [str(tmp_path / "root"), "--archive", str(tmp_path / "archive")]
+    assert run(["tag", *places[:1], "1", "permanent", *places[1:]]) == 0
+    assert run(["ls", *places, "--json"]) == 0
+    listed = capsys.readouterr().out
+    assert listed.count('"folder"') == 1
+    assert run(["verify", *places, "--all"]) == 0
+    for tier in ("root", "archive"):
+        (one,) = Catalog(LocalStore(str(tmp_path / tier))).committed()
+        assert "permanent" in one.tags
+
+
+def test_what_an_earlier_run_promoted_raw_stays_and_the_rest_is_encoded(tmp_path: Path) -> None:
+    archived(tmp_path, 1, codec="raw")
+    (archive,) = (tmp_path / "archive").glob("step-*")
+    (archive / "manifest.json").unlink()
+    next(archive.glob("*.json")).unlink()  # cut after its shard
+    archived(tmp_path, 2, codec="zstd")
+    store = LocalStore(str(tmp_path / "archive"))
+    assert [one.step for one in Catalog(store).committed()] == [2, 1]
+    for one in Catalog(store).committed():
+        assert_is(load_generation(store.url, folder=one.folder), one.step)
+        assert not list((tmp_path / "archive" / one.folder).glob("*.safetensors")), "no litter"
+
+
+def test_what_others_build_on_is_archived_as_it_is(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "root", incremental=True) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({**state_of(1), "step": step}, step, block="committed")
+    archived(tmp_path, 3)
+    store = LocalStore(str(tmp_path / "archive"))
+    assert [one.step for one in Catalog(store).committed()] == [3, 2, 1]
+    assert all(verify(store, one).ok for one in Catalog(store).committed())
+    assert load_generation(store.url, step=2)["step"] == 2
+
+
+def test_a_codec_for_the_archive_needs_an_archive_and_a_raw_root(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="archive="):
+        Checkpointer(tmp_path / "root", archive_codec="zstd")
+    with pytest.raises(ConfigError, match="incremental=False"):
+        Checkpointer(
+            tmp_path / "root", archive=tmp_path / "a", archive_codec="zstd", incremental=True
+        )
