@@ -75,6 +75,24 @@ def test_after_each_fault_the_promotion_succeeds(
     assert len([line for line in log if "wait for" in line]) <= 2, log
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [PART, MANIFEST, {"method": "GET"}], ids=["part", "last", "get"])
+def test_a_server_that_says_slow_down_ten_times_gets_it_in_the_end(
+    run: Run, where: dict[str, Any]
+) -> None:
+    trainer, _ = run.start()
+    rule = run.proxy.on(SLOW_DOWN, **where, times=10)
+    assert ask(trainer, "save", 1)["state"] == "committed"
+    answer = ask(trainer, "archived", 1, 240.0, timeout_s=250.0)
+    assert (answer["error"], rule.struck) == (None, 10)
+    log = end(trainer)
+    assert run.steps() == [1]
+    run.assert_sound()
+    assert run.tidy()
+    assert run.sent(".safetensors") < 3 * run.shards().popitem()[1]
+    assert len([line for line in log if "wait for" in line]) <= 3, log
+
+
 def test_a_flipped_bit_on_the_way_to_a_server_that_does_not_check_is_found(run: Run) -> None:
     rules = [run.proxy.on(Flip(at="upload"), **where) for where in (SHARD, DOCUMENT, MANIFEST)]
     rules.append(run.proxy.on(Flip(at="upload"), method="PUT", path="RUN.json"))

@@ -51,3 +51,24 @@ def test_a_thread_saves_fails_and_resumes_like_a_writer(tmp_path: Path, how: str
     assert done.stdout.splitlines() == ["failed once", "resumed 6"]
     assert "a thread writes snapshots" in done.stderr
     assert torch.equal(load_generation(tmp_path, 3)["t"], torch.full((1000,), 3.0))
+
+
+TIERED = """
+import os, sys
+del os.memfd_create
+from pathlib import Path
+from tests.unit.engine.tiered import resume, state_of, steps_in, tiers
+root = Path(sys.argv[1])
+with tiers(root, slabs=1) as checkpointer:
+    for step in (1, 2):
+        checkpointer.save(state_of(step), step).wait("archived", 60)
+    assert checkpointer.writer_pid is None
+print([steps_in(root / name) for name in ("root", "cache", "archive")], resume(root))
+"""
+
+
+def test_a_thread_serves_the_tiers(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TIERED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[[2], [2], [1, 2]] (2, 'cache')"
