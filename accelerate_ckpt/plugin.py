@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate.utils import ProjectConfiguration
 
-from torch_ckpt import Checkpointer, ConfigError, KeepLast, Retention, parse_rule
+from torch_ckpt import ConfigError, KeepLast, Retention, parse_rule
 
 GATE = "ACCELERATE_USE_CKPT"
 PREFIX = "ACCELERATE_CKPT_"
@@ -117,20 +117,12 @@ class CheckpointPlugin:
         return KeepLast(total_limit) if total_limit else None
 
     def options(self) -> dict[str, Any]:
-        """What `torch_ckpt.Checkpointer` is given, but for the root and what stays.
-
-        Raises:
-            ConfigError: this version of the engine has no such option.
-        """
+        """What `torch_ckpt.Checkpointer` is given, but for the root and what stays."""
         named = {"timeout_s": "agree_timeout_s"}
         wanted = ("archive", "cache", "mode", "on_error", "timeout_s", "allow_pickle")
         smaller = ("codec", "archive_codec", "moments", "lossy_delta", "incremental", "full_every")
         found = {name: getattr(self, name) for name in (*wanted, *smaller, "storage_options")}
-        given = {named.get(key, key): value for key, value in found.items() if value is not None}
-        able = Checkpointer.__init__.__kwdefaults__ or {}
-        for name in given.keys() - able.keys():
-            raise ConfigError(f"{name}={given[name]!r}: this version of torch-ckpt has no {name}")
-        return given
+        return {named.get(key, key): value for key, value in found.items() if value is not None}
 
     @classmethod
     def from_environment(cls) -> CheckpointPlugin | None:

@@ -331,9 +331,9 @@ def test_without_a_place_to_save_the_options_are_named() -> None:
         attach(Accelerator(cpu=True))
 
 
-def test_an_option_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_codec_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
     job = Run(tmp_path, CheckpointPlugin(codec="zip"))
-    with pytest.raises(ConfigError, match="has no codec"):
+    with pytest.raises(ConfigError, match="codec must be one of raw"):
         job.accelerator.save_state()
     job.checkpoints.close()
 

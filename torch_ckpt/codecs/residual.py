@@ -142,6 +142,9 @@ class LossyDelta(Codec):
         if kind != 1:
             back = floats.widen(floats.narrow(back, kind), kind)
         kept = usable & (floats.largest(back - now) <= limits)
+        # Where nothing is below zero, as in second moments, nothing may become zero or less.
+        sunk = ((back <= 0) & (now > 0)).any(axis=1) & (now >= 0).all(axis=1)
+        kept &= ~sunk
         steps[~kept] = EXACT
         if not kept.all():
             still = floats.grouped(words == before)  # not so where a zero changed its sign

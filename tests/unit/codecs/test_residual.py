@@ -58,6 +58,18 @@ class TestLossyDelta(CodecSuite):
         still = values == 0
         assert np.array_equal(back[still].view(np.uint32), values[still].view(np.uint32))
 
+    def test_nothing_above_zero_sinks_to_zero_where_nothing_is_below(self) -> None:
+        """An optimizer divides by the root of a second moment."""
+        rng = np.random.default_rng(0)
+        base = (rng.lognormal(-18, 4, 200 * GROUP)).astype(np.float32)
+        now = base * rng.uniform(0, 2, len(base)).astype(np.float32)
+        stream = self.check(now.tobytes(), "float32", base.tobytes())
+        back = now
+        if stream is not None:
+            data = self.decode(stream, now.nbytes, base.tobytes())
+            back = np.frombuffer(data, np.float32)
+        assert (back[now > 0] > 0).all()
+
     def test_a_group_with_one_number_that_is_none_is_exact_and_the_others_are_not(self) -> None:
         raw, base = updated("float32", 100 * GROUP)
         for odd in (np.nan, np.inf, 3e38):
