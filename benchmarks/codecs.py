@@ -15,6 +15,9 @@ from typing import Any
 
 from codecs_job import DATA, Snapshot, train
 from codecs_peers import Peer, peers
+from codecs_saves import COLUMNS as SAVES_COLUMNS
+from codecs_saves import cells as saves_cells
+from codecs_saves import measure_saves
 from machine import machine_facts, machine_line
 from table import show, write
 from targets import Verdict
@@ -27,12 +30,18 @@ DTYPES = {"float32": 4, "bfloat16": 2}
 LATER = (1, 10, 100)
 NEIGHBOURS_RATIO = 4.0
 LOSSY_RATIO = 5.0
+SAVES_RATIOS = {
+    "LoRA: frozen GPT, adapters": 10.0,
+    "sparse-embedding recommender": 10.0,
+    "bfloat16 GPT, weights only": 4.0,
+}
 OURS = "zstd (ours)"
 LOSSY = (("weights", "lossy-delta +10"), ("exp_avg", "fp8"), ("exp_avg_sq", "fp8-sqrt"))
 COLUMNS = ["dtype", "data", "codec", "ratio", "bits a number", "encode MB/s", "decode MB/s"]
 NOTES = """\
 MB/s of raw bytes a core (processor time), best of the repeats; lossless blocks are compared
-+n: against the same block n steps earlier; lossy-delta: errors up to 1/16 of the change's RMS"""
++n: against the same block n steps earlier; lossy-delta: errors up to 1/16 of the change's RMS
+saves: incremental=True, every 10 steps; all files of a generation count, parts and manifest too"""
 
 Row = dict[str, Any]
 
@@ -53,15 +62,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         losses[dtype] = {snapshot.step: snapshot.loss for snapshot in snapshots}
         for row in measure_all(dtype, snapshots, options.repeats):
             rows[f"{dtype} {row['data']} {row['codec']}"] = row
+    print("  training what is saved incrementally …", file=sys.stderr, flush=True)
+    saves = measure_saves(quick=options.quick)
     show(COLUMNS, [_cells(row) for row in rows.values()])
+    show(SAVES_COLUMNS, [saves_cells(name, row) for name, row in saves.items()])
     print(NOTES)
-    verdicts = judge(rows)
+    verdicts = [*judge(rows), *judge_saves(saves)]
     show(
         ["target", "measured", "verdict", "from"],
         [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
     )
     if options.json:
-        write(options.json, facts | {"losses": losses}, rows, verdicts, quick=options.quick)
+        facts |= {"losses": losses}
+        write(options.json, facts, rows | saves, verdicts, quick=options.quick)
     return 0
 
 
@@ -193,6 +206,19 @@ def judge(rows: dict[str, Row]) -> list[Verdict]:
         )
     )
     return verdicts
+
+
+def judge_saves(saves: dict[str, Row]) -> list[Verdict]:
+    """The largest generation but the first, against what it holds."""
+    return [
+        Verdict(
+            target=f"{name}, saved incrementally: ≥ {least:.0f} ×",
+            measured=f"{saves[name]['ratio']:.1f} ×",
+            verdict="reached" if saves[name]["ratio"] >= least else "missed",
+            detail=f"changed: {saves[name]['changes']}",
+        )
+        for name, least in SAVES_RATIOS.items()
+    ]
 
 
 def _cells(row: Row) -> list[str]:

@@ -5,6 +5,7 @@ Knows torch alone. Knows nothing of codecs.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,22 +53,39 @@ class GPT(nn.Module):
 
 def train(dtype: str, steps: list[int], *, width: int, layers: int) -> Iterator[Snapshot]:
     """Train in `dtype` throughout and give what each of `steps` left."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-    text = torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in files)), dtype=torch.uint8)
-    torch.set_num_threads(1)  # the same sums everywhere, and no waiting on a busy machine
     torch.manual_seed(0)
     model = GPT(width, layers).to(getattr(torch, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATES[dtype], weight_decay=0.1)
-    for step in range(1, max(steps) + 1):
-        starts = torch.randint(len(text) - CONTEXT - 1, (BATCH,)).tolist()
-        batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts]).long()
-        logits = model(batch[:, :-1]).flatten(0, 1).float()
-        loss = F.cross_entropy(logits, batch[:, 1:].flatten())
+    for step, loss in zip(range(1, max(steps) + 1), trained(model, optimizer), strict=False):
+        if step in steps:
+            yield Snapshot(step, loss, _blocks(model, optimizer))
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[float]:
+    """Take steps for ever; the loss of each."""
+    torch.set_num_threads(1)  # the same sums everywhere, and no waiting on a busy machine
+    while True:
         optimizer.zero_grad()
+        loss = loss_of(model, torch.randint(len(sources()) - CONTEXT - 1, (BATCH,)))
         loss.backward()
         optimizer.step()
-        if step in steps:
-            yield Snapshot(step, float(loss.detach()), _blocks(model, optimizer))
+        yield float(loss.detach())
+
+
+def loss_of(model: nn.Module, starts: Tensor) -> Tensor:
+    """How badly a model predicts the pieces of the sources that begin there."""
+    text = sources()
+    batch = torch.stack([text[start : start + CONTEXT + 1] for start in starts.tolist()]).long()
+    logits = model(batch[:, :-1]).flatten(0, 1).float()
+    return F.cross_entropy(logits, batch[:, 1:].flatten())
+
+
+@functools.cache
+def sources() -> Tensor:
+    """The sources of Python's standard library as bytes."""
+    files = sorted(Path(os.__file__).parent.glob("*.py"))
+    text = b"\n".join(file.read_bytes() for file in files)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def _blocks(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[memoryview]]:
