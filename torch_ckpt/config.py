@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.retention import KeepEvery, KeepLast, Retention
+from torch_ckpt.manifest.index import MAX_CHAIN
 from torch_ckpt.writer.rules import rules_of
 
 _READ_ONLY = ("http://", "https://")
@@ -218,8 +219,10 @@ def _check_encoding(config: Config) -> None:
             'with archive=, codec="raw" and incremental=False'
         )
     _one_of("incremental", config.incremental, (True, False))
-    if type(config.full_every) is not int or config.full_every < 1:
-        raise ConfigError(f"full_every must be a whole number from 1 up, got {config.full_every!r}")
+    if type(config.full_every) is not int or not 1 <= config.full_every <= MAX_CHAIN:
+        raise ConfigError(
+            f"full_every must be a whole number from 1 to {MAX_CHAIN}, got {config.full_every!r}"
+        )
     if config.incremental and config.slabs != 2:
         raise ConfigError("incremental=True compares two snapshots, so it needs slabs=2")
     if config.lossy_delta is not None and not config.incremental:

@@ -182,6 +182,13 @@ def check_parts(manifest: Manifest, parts: Sequence[Part], file: str) -> None:
             if there != here:
                 reason = f"its {fact} is {here!r}, that of the part of rank {part.rank} {there!r}"
                 raise FormatError(file=file, reason=reason)
+        for one in part.borrowed:
+            if one.step not in manifest.bases:  # nothing would keep that generation
+                reason = f"rank {part.rank} borrows from step {one.step}, which is not in bases"
+                raise FormatError(file=file, reason=reason)
+            if one.attempt == part.attempt:
+                reason = f"rank {part.rank} borrows from this very generation"
+                raise FormatError(file=file, reason=reason)
     ranks = sorted(part.rank for part in parts)
     if ranks != list(range(manifest.world_size)):
         reason = f"has parts of ranks {ranks[:16]} for a world size of {manifest.world_size}"

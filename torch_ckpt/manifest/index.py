@@ -27,6 +27,9 @@ WIDEST_BYTES = max(kind.itemsize for kind in DTYPES.values())
 MAX_DIMENSIONS = 64
 """What torch can hold."""
 
+MAX_CHAIN = 256
+"""Bases behind one another; whoever reads a block decodes them all."""
+
 _SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
 _XXH3 = re.compile(r"[0-9a-f]{16}").fullmatch
 _block_fields = itemgetter("file", "offset", "bytes", "raw_bytes", "sha256", "xxh3", "codec")
@@ -70,11 +73,15 @@ def parse_bases(docs: list[Any], vote: Vote, *, file: str) -> tuple[Block, ...]:
     """
     sizes = _sizes(vote)
     bases: list[Block] = []
+    depths: list[int] = []
     for index, doc in enumerate(docs):
         try:
             base = _block(doc, sizes, bases)
             if base.file < len(vote.files):
                 raise _Wrong("lies in the part's own file")
+            depths.append(1 if base.base is None else depths[base.base] + 1)
+            if depths[-1] > MAX_CHAIN:
+                raise _Wrong(f"is the end of a chain of more than {MAX_CHAIN}")
         except (_Wrong, KeyError, TypeError) as error:
             _refuse(file, f"base {index}", error)
         bases.append(base)

@@ -306,7 +306,8 @@ def _parent(doc: Mapping[str, Any], file: str) -> dict[str, Any] | None:
 def _bases(doc: Mapping[str, Any], file: str) -> tuple[int, ...]:
     bases = array(doc, "bases", file)
     for base in bases:
-        number({"bases": base}, "bases", file)
+        if number({"bases": base}, "bases", file) >= doc["step"]:
+            refuse(file, f"builds on step {base}, which is not before its own step {doc['step']}")
     return tuple(bases)
 
 
@@ -356,10 +357,11 @@ def _borrowed(doc: Mapping[str, Any], file: str) -> tuple[Borrowed, ...]:
     for item in array(doc, "borrowed", file):
         if type(item) is not dict or item.keys() != fields:
             refuse(file, f"borrowed holds {short(item)}, not an object of {', '.join(fields)}")
+        if (step := number(item, "step", file)) >= doc["step"]:  # so there is no circle
+            refuse(file, f"borrows from step {step}, which is not before its own {doc['step']}")
         borrowed.append(
             Borrowed(
-                # Each is of an earlier step than who borrows it, so there is no circle.
-                step=number(item, "step", file, high=max(1, doc["step"])),
+                step=step,
                 attempt=matched(item, "attempt", _ATTEMPT, file),
                 folder=check_name(text(item, "folder", file), file=file),
                 name=_file_name(item, file, (".safetensors", ".blocks")),
