@@ -23,7 +23,7 @@ from torch_ckpt.errors import (
     StorageError,
 )
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.generations.choose import choose
+from torch_ckpt.generations.choose import choose, lacking
 from torch_ckpt.generations.prune import lending
 from torch_ckpt.generations.retention import SET_APART
 from torch_ckpt.generations.tiers import Survey, TierName
@@ -144,12 +144,17 @@ class Resumer:
                 f"{word}: {one.tags[tag]}" for tag, word in SET_APART.items() if tag in one.tags
             ]
             reasons.append(f"{one.folder} ({'; '.join(marks)})")
+        broken = lacking(committed)
+        lost = [one for one in committed if one.folder in broken and not one.set_apart]
+        for one in lost if step is None else ():
+            logger.error("%s is passed over: %s", one.folder, broken[one.folder])
+            reasons.append(f"{one.folder} ({broken[one.folder]})")
         unreadable = [folder for tier, folder, _ in survey.damaged if tier != "cache"]
         return Choice(
             options=[
                 self._reach.option(held[one.folder, one.id]) for one in choose(committed, step)
             ],
-            apart=frozenset([one.folder for one in apart] + unreadable),
+            apart=frozenset([one.folder for one in apart + lost] + unreadable),
             lent=frozenset(lending(committed)),
             unusable=reasons,
         )
@@ -375,4 +380,8 @@ def _will_do(survey: Survey, *, step: int | None) -> bool:
     best = next(iter(choose(survey.generations, step)), None)
     if best is None or best.set_apart or survey.damaged:
         return False
-    return not any("damaged" in one.tags and one.step >= best.step for one in survey.generations)
+    broken = lacking(survey.generations)
+    return not any(
+        one.step >= best.step and ("damaged" in one.tags or one.folder in broken)
+        for one in survey.generations
+    )

@@ -19,16 +19,27 @@ def choose(generations: Sequence[Generation], step: int | None = None) -> list[G
     candidate only where its step was asked for, and what is set apart after the others.
     """
     if step is None:
-        sound = {one.step for one in generations if "damaged" not in one.tags}
-        usable = [
-            one for one in generations if not one.set_apart and sound.issuperset(one.manifest.bases)
-        ]
+        broken = lacking(generations)
+        usable = [one for one in generations if not one.set_apart and one.folder not in broken]
     else:
         usable = [one for one in generations if one.step == step]
     line = _line_of_newest([one for one in generations if not one.set_apart])
     return sorted(
         usable, key=lambda one: (-one.step, one.set_apart, one.id not in line, one.folder)
     )
+
+
+def lacking(generations: Sequence[Generation]) -> dict[str, str]:
+    """Folders of generations that build on what is damaged or not there, and on which step."""
+    damaged = {one.step for one in generations if "damaged" in one.tags}
+    sound = {one.step for one in generations if "damaged" not in one.tags}
+    return {
+        one.folder: f"it builds on step {base}, which is "
+        + ("damaged" if base in damaged else "gone")
+        for one in generations
+        for base in one.manifest.bases
+        if base not in sound
+    }
 
 
 def _line_of_newest(generations: Sequence[Generation]) -> set[tuple[int, str]]:

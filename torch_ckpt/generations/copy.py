@@ -74,14 +74,40 @@ def copy_generation(
         StorageError: a store did not do what it was asked.
     """
     generation = Catalog(source).whole(generation)
-    folder, manifest = generation.folder, generation.manifest
+    chain: dict[str, Generation] = {}
+    _collect_bases(source, generation, chain)
     before = [
-        copy_generation(source, target, base, parts_at_once=parts_at_once)
-        for base in bases_of(source, generation)
+        _copy_alone(source, target, base, parts_at_once=parts_at_once)
+        for base in sorted(chain.values(), key=lambda one: one.step)
     ]
+    alone = _copy_alone(
+        source, target, generation, files=files, parts_at_once=parts_at_once, progress=progress
+    )
+    return sum(before, alone)
+
+
+def _collect_bases(store: Store, generation: Generation, found: dict[str, Generation]) -> None:
+    """Add what a generation builds on, through whole chains, each once."""
+    for base in bases_of(store, generation):
+        if base.folder not in found:
+            found[base.folder] = base
+            _collect_bases(store, base, found)
+
+
+def _copy_alone(
+    source: Store,
+    target: Store,
+    generation: Generation,
+    *,
+    files: Collection[str] | None = None,
+    parts_at_once: int,
+    progress: Progress | None = None,
+) -> Copied:
+    """Copy a generation whose bases are there."""
+    folder, manifest = generation.folder, generation.manifest
     replaced = _manifest_in(target, folder)
     if replaced is not None and _same(replaced, manifest) and not lacks(target, generation, files):
-        return sum(before, Copied())
+        return Copied()
     there = sizes_in(target, folder)
 
     def copy_one(stored: StoredFile) -> Copied:
@@ -89,9 +115,7 @@ def copy_generation(
             source, target, folder, stored, files=files, there=there, progress=progress
         )
 
-    copied = sum(
-        _in_turn_or_at_once(copy_one, manifest.parts, parts_at_once), sum(before, Copied())
-    )
+    copied = sum(_in_turn_or_at_once(copy_one, manifest.parts, parts_at_once), Copied())
     commit_copy(target, generation, files=files)
     if replaced is not None and not _same(replaced, manifest):
         sweep(target, folder, spare_attempts=())
@@ -189,7 +213,7 @@ def sizes_in(store: Store, folder: str) -> dict[str, int]:
 
 
 def bases_of(store: Store, generation: Generation) -> list[Generation]:
-    """The generations in whose shards blocks of this one lie; all of them, also through others.
+    """The generations in whose shards blocks of this one lie.
 
     Raises:
         IntegrityError: one is not there.

@@ -32,7 +32,8 @@ def bases_first(ordered: Sequence[Generation]) -> list[Generation]:
         by_step.setdefault(one.step, []).append(one)
     placed: dict[str, Generation] = {}
     for one in ordered:
-        for step in sorted(one.manifest.bases):  # all of them: a base's own bases are earlier
+        needed = base_steps([one], ordered)  # whole chains; what is needed is of an earlier step
+        for step in sorted(needed):
             placed.update((base.folder, base) for base in by_step.get(step, ()))
         placed[one.folder] = one
     return list(placed.values())

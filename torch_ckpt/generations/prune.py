@@ -6,6 +6,7 @@ Runs after a commit, never before. Knows the catalog and rules. Knows nothing of
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -134,9 +135,9 @@ def base_steps(kept: Sequence[Generation], committed: Sequence[Generation]) -> d
     for one in committed:
         bases.setdefault(one.step, set()).update(one.manifest.bases)
     needed: dict[int, int] = {}
-    pending = [(base, one.step) for one in kept for base in one.manifest.bases]
+    pending = deque((base, one.step) for one in kept for base in one.manifest.bases)
     while pending:
-        base, needed_by = pending.pop()
+        base, needed_by = pending.popleft()  # a kept one is a better reason than a needed one
         if base not in needed:
             needed[base] = needed_by
             pending += [(further, base) for further in bases.get(base, ())]
@@ -144,9 +145,22 @@ def base_steps(kept: Sequence[Generation], committed: Sequence[Generation]) -> d
 
 
 def lending(committed: Sequence[Generation]) -> set[str]:
-    """The folders of generations on which others build."""
+    """The folders of generations on which others build: never one that a user has named."""
     needed = {step for one in committed for step in one.manifest.bases}
-    return {one.folder for one in committed if one.step in needed}
+    return {
+        one.folder
+        for one in committed
+        if one.step in needed and step_of_folder(one.folder) is not None
+    }
+
+
+def delete_unlent(catalog: Catalog, generation: Generation) -> bool:
+    """Delete a generation unless others build on it; whether it is gone."""
+    if generation.folder in lending(catalog.committed()):
+        return False
+    forget(catalog.store, [generation.folder])
+    catalog.delete(generation)
+    return True
 
 
 def _needing_first(doomed: Sequence[Verdict]) -> list[Verdict]:

@@ -163,14 +163,16 @@ def _with_borrowed(store: Store, reader: BlockReader, own: list[int], tally: _Ta
     Those are read as `own` ones are, but do not count as bytes of this generation.
     """
     part, missing = reader.part, set()
+    there = Catalog(store).read({one.folder for one in part.borrowed})
     for number, one in enumerate(part.borrowed, len(part.files)):
         sizes = {entry.name: entry.bytes for entry in store.entries(one.folder)}
-        if sizes.get(one.name) == one.bytes:
+        committed = one.folder in there and there[one.folder].manifest.attempt == one.attempt
+        size = sizes.get(one.name) if committed else None
+        if size == one.bytes:
             continue
         missing.add(number)
         needing = [i for i in range(len(part.blocks)) if number in reader.files_of(i)]
         names = {name: None for i in needing for name in reader.tensors_in(i)}
-        size = sizes.get(one.name)
         what = "is gone" if size is None else f"has {size} bytes instead of {one.bytes}"
         reason = f"step {one.step}, on which it builds, {what}"
         file = f"{one.folder}/{one.name}"

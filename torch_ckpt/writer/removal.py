@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.generations.index import forget
+from torch_ckpt.generations.prune import delete_unlent
 from torch_ckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,9 @@ class Removals:
     def committed(self) -> None:
         """A save committed: what was held back may go."""
         self._safe = True
-        while self._held:
-            self._carry_out(*self._held.pop(0))
+        held, self._held = self._held, []
+        for store, folder in held:
+            self._carry_out(store, folder)
 
     def failed(self) -> None:
         """A save failed: later removals wait for one that commits."""
@@ -47,9 +48,10 @@ class Removals:
             self._held.append((store, folder))
 
     def end(self) -> None:
-        """Say what stays because no later save committed."""
+        """Say what stays, and why."""
         for _, folder in self._held:
-            logger.warning("%s was to be removed and is kept: no newer save committed", folder)
+            reason = "other generations build on it" if self._safe else "no newer save committed"
+            logger.warning("%s was to be removed and is kept: %s", folder, reason)
 
     def _carry_out(self, store: Store, folder: str) -> None:
         catalog = Catalog(store)
@@ -58,8 +60,9 @@ class Removals:
             if self._let_go is not None and not self._let_go(store, folder, generation):
                 logger.info("%s is removed once the archive has it", folder)
                 return
-            forget(store, [folder])
-            catalog.delete(generation)
+            if not delete_unlent(catalog, generation):
+                logger.info("%s is removed once no other generation builds on it", folder)
+                self._held.append((store, folder))
         except FileNotFoundError:
             logger.debug("%s is not there any more", folder)
         except (CkptError, OSError) as error:

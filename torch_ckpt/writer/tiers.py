@@ -21,7 +21,7 @@ from torch_ckpt.errors import ArchiveTaken, CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
 from torch_ckpt.generations.index import write_index
 from torch_ckpt.generations.leaving import bases_first, unwanted
-from torch_ckpt.generations.prune import prune
+from torch_ckpt.generations.prune import delete_unlent, prune
 from torch_ckpt.generations.retention import Retention, from_json
 from torch_ckpt.manifest.schema import Manifest
 from torch_ckpt.storage.limit import TokenBucket
@@ -369,7 +369,7 @@ class Tiers:
         if one.folder in self._given_up and reason is None:
             self._given_up.discard(one.folder)
             try:
-                Catalog(self._open_primary()).delete(one)
+                delete_unlent(Catalog(self._open_primary()), one)  # else it goes after those
             except (CkptError, OSError) as error:
                 logger.warning("%s was given up and stays: %s", one.url, error)
 

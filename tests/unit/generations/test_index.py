@@ -98,7 +98,7 @@ def test_the_index_tells_all_that_manifests_tell_but_for_the_parts(store: Remote
     mesh = {"shape": [2], "names": ["dp"]}
     parent = {"step": 9, "attempt": "0" * 8}
     facts = {"mesh": mesh, "parent": parent, "bases": (3, 4), "metrics": {"a": float("inf")}}
-    samples.commit(store, 1, folder="epoch=0.ckpt", tags={"permanent": "x"}, **facts)
+    samples.commit(store, 5, folder="epoch=0.ckpt", tags={"permanent": "x"}, **facts)
     before = {one.folder: one for one in Catalog(store).committed()}
     write_index(Catalog(store))
     after = {one.folder: one for one in Catalog(store).committed()}
