@@ -70,7 +70,8 @@ class Stop:
     def release(self) -> None:
         """Give back the handler that was there, unless another one came meanwhile."""
         if self._watching and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._before)
+            # None: it came from C, and cannot be given back.
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
         self._watching, self._before = False, None
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -18,7 +18,7 @@ from torch_ckpt import ConfigError
 
 logger = logging.getLogger(__name__)
 
-TESTED = ("5.24.0", "5.25")
+TESTED = ("5.20.2", "5.25")
 """The versions that the tests ran with: from the first, up to and without the second."""
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {

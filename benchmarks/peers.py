@@ -9,12 +9,15 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from job import Job
+
+POLL_S = 0.002
 
 
 def fsync_tree(folder: Path) -> None:
@@ -233,6 +236,41 @@ class AccelerateState(Peer):
         self._accelerator.load_state(str(self.folder(step)))
 
 
+class AccelerateCkpt(Peer):
+    """The same script with `attach`."""
+
+    title = "Accelerate with attach"
+    fsyncs = True
+
+    def __init__(self, job: Job, root: Path) -> None:
+        from accelerate import Accelerator
+
+        from accelerate_ckpt import CheckpointPlugin, attach
+
+        super().__init__(job, root)
+        self._accelerator = Accelerator(cpu=True)
+        self._accelerator.prepare(job.model, job.optimizer)
+        plugin = CheckpointPlugin(root=root, keep="last=2", on_error="raise")
+        self._attached = attach(self._accelerator, plugin)
+        self._attached.resume()  # as a script does; it makes the slabs ready
+        self._pending: Any = None
+
+    def save(self, step: int) -> None:
+        self._pending = self._attached.save(self.folder(step))
+
+    def wait(self) -> None:
+        # Polled, since PendingSave.wait would complete the copy at once, in place of the fence.
+        while self._pending.state in ("copying", "staged"):
+            time.sleep(POLL_S)
+        self._pending.wait("committed")
+
+    def load(self, step: int) -> None:
+        self._attached.load(self.folder(step))
+
+    def close(self) -> None:
+        self._attached.close()
+
+
 PEERS: dict[str, type[Peer]] = {
     "torch-save": TorchSave,
     "lightning-async": LightningAsync,
@@ -241,4 +279,5 @@ PEERS: dict[str, type[Peer]] = {
     "dcp-process": DcpProcess,
     "torch-checkpointing": TorchCheckpointing,
     "accelerate": AccelerateState,
+    "accelerate-ckpt": AccelerateCkpt,
 }

@@ -9,46 +9,23 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from job import FULL, QUICK, Job, StepTime
+from job import FULL, QUICK, Job
 from ours import OURS, TURNS, OursEager, floor_s, load_rates, persist_rates
 from peers import PEERS, BareCopy, Peer, fsync_tree
+from saved import Saved, summary
+from trainer_row import TRAINERS, TrainerRow
 
-ROWS: dict[str, type[Peer]] = {"floor": BareCopy, **OURS, **PEERS}
+ROWS: dict[str, type[Peer] | type[TrainerRow]] = {"floor": BareCopy, **OURS, **PEERS, **TRAINERS}
 BASELINE_STEPS = 4
 MAX_STEPS_PER_SAVE = 1000
 WARM_UP_S = 6.0
 QUICK_WARM_UP_S = 1.0
-
-
-@dataclass(kw_only=True, slots=True)
-class Saved:
-    """What one save cost."""
-
-    blocked_s: float
-    durable_s: float = 0.0
-    busy_steps: list[StepTime] = field(default_factory=list)
-    ended: float = 0.0
-
-    def extra_s(self, clean_s: float) -> float:
-        """How much longer the steps took because something was being persisted beside them."""
-        return sum(step.worked_s - clean_s for step in self.busy_steps)
-
-    def slowdown(self, clean_s: float) -> float | None:
-        """By how much a step is longer while something is persisted beside it; None if none was."""
-        beside = sum(
-            min(step.began + step.seconds, self.ended) - step.began - step.waited_s
-            for step in self.busy_steps
-        )
-        extra = self.extra_s(clean_s)
-        return extra / (beside - extra) if beside > extra and self.busy_steps else None
 
 
 class Completion(threading.Thread):
@@ -111,6 +88,10 @@ def detects_damage(peer: Peer, step: int) -> str:
 
 def measure(name: str, root: Path, *, quick: bool, saves: int, report: Report) -> dict[str, Any]:
     """Run the row `name` and return its numbers."""
+    kind = ROWS[name]
+    if issubclass(kind, TrainerRow):
+        warm_up_s = QUICK_WARM_UP_S if quick else WARM_UP_S
+        return kind(QUICK if quick else FULL, root, saves, warm_up_s).measure(report.phase)
     job = Job(QUICK if quick else FULL)
     extra: dict[str, Any] = {}
     if name in OURS:
@@ -118,7 +99,7 @@ def measure(name: str, root: Path, *, quick: bool, saves: int, report: Report) -
     report.phase("baseline")
     clean = [job.step() for _ in range(BASELINE_STEPS)][1:]
     report.phase("saves")
-    peer = ROWS[name](job, root)
+    peer = kind(job, root)
     if isinstance(peer, OursEager):
         extra["start_s"], extra["prepare_s"] = peer.start_s, peer.prepare_s
         extra["starting_step_s"] = job.step(peer.fence).seconds
@@ -141,35 +122,14 @@ def measure(name: str, root: Path, *, quick: bool, saves: int, report: Report) -
     verified = detects_damage(peer, newest) if peer.persists else None
     report.phase("close")
     peer.close()
-    return summary(peer, job, clean, taken, verified) | extra
-
-
-def summary(
-    peer: Peer, job: Job, clean: list[StepTime], taken: list[Saved], verified: str | None
-) -> dict[str, Any]:
-    step_s = statistics.median(step.worked_s for step in clean)
-    slowdowns = [value for saved in taken if (value := saved.slowdown(step_s)) is not None]
-    lost = [saved.blocked_s + saved.extra_s(step_s) for saved in taken]
-    return {
-        "title": peer.title,
-        "state_bytes": job.bytes,
-        "step_s": step_s,
-        "first_blocked_s": taken[0].blocked_s,
-        "median_blocked_s": statistics.median(saved.blocked_s for saved in taken[1:]),
-        "durable_s": statistics.median(s.durable_s for s in taken) if peer.persists else None,
-        "slowdown": statistics.median(slowdowns) if slowdowns else None,
-        "lost_s": statistics.median(lost),
-        "verified": verified,
-        "saves": [
-            {
-                "blocked_s": saved.blocked_s,
-                "durable_s": saved.durable_s,
-                "busy_steps": len(saved.busy_steps),
-                "extra_s": saved.extra_s(step_s),
-            }
-            for saved in taken
-        ],
-    }
+    numbers = summary(
+        title=peer.title,
+        state_bytes=job.bytes,
+        persists=peer.persists,
+        clean=clean,
+        taken=taken,
+    )
+    return numbers | {"verified": verified} | extra
 
 
 class Report:

@@ -16,6 +16,8 @@ PERSIST_OF_LIMIT = 0.8
 LOAD_OF_SAFETENSORS = 0.7
 LOAD_OF_HASHING = 0.8
 START_S = 0.05
+EAGER_OF_STOCK = 0.25
+OVERLAPPED_OF_STOCK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,9 @@ def judge(rows: Mapping[str, Mapping[str, Any]]) -> list[Verdict]:
         _persist(eager),
         _load(eager),
         _start(eager),
+        _of_stock(rows, "accelerate-ckpt", "accelerate", OVERLAPPED_OF_STOCK),
+        _of_stock(rows, "trainer-eager", "trainer", EAGER_OF_STOCK),
+        _of_stock(rows, "trainer-overlapped", "trainer", OVERLAPPED_OF_STOCK),
     ]
 
 
@@ -63,6 +68,22 @@ def _blocked(label: str, row: Mapping[str, Any], field: str, limit: float) -> Ve
         measured=f"{blocked / floor:.2f} ×",
         verdict="reached" if blocked <= limit * floor else "missed",
         detail=f"{blocked * 1e3:.1f} ms; bare copy in the same process {floor * 1e3:.1f} ms",
+    )
+
+
+def _of_stock(
+    rows: Mapping[str, Mapping[str, Any]], name: str, stock_name: str, limit: float
+) -> Verdict:
+    ours, stock = rows.get(name, {}), rows.get(stock_name, {})
+    target = f"{name} blocked, median ≤ {limit} × {stock_name}"
+    if "median_blocked_s" not in ours or "median_blocked_s" not in stock:
+        return _not_measured(target)
+    blocked, all_of_it = ours["median_blocked_s"], stock["median_blocked_s"]
+    return Verdict(
+        target=target,
+        measured=f"{blocked / all_of_it:.3f} ×",
+        verdict="reached" if blocked <= limit * all_of_it else "missed",
+        detail=f"{blocked * 1e3:.1f} ms; stock saves for {all_of_it * 1e3:.1f} ms",
     )
 
 
