@@ -53,6 +53,12 @@ _ENGINE_OPTIONS = (
     "commit_timeout_s",
     "allow_pickle",
     "storage_options",
+    "codec",
+    "archive_codec",
+    "moments",
+    "lossy_delta",
+    "incremental",
+    "full_every",
 )
 
 
@@ -84,6 +90,8 @@ class TrainerCheckpoint(TrainerCallback):
         storage_options: for fsspec, where `root` is a URL.
         keep_archive, permanent_every, archive_options, archive_timeout_s, bandwidth_limit: of the
             archive, as in `torch_ckpt.Checkpointer`.
+        codec, archive_codec, moments, lossy_delta, incremental, full_every: how generations are
+            made smaller, as there.
 
     Raises:
         ConfigError: an option cannot be used, or (by the Trainer) a way of distributing.
@@ -113,6 +121,12 @@ class TrainerCheckpoint(TrainerCallback):
         archive_options: Mapping[str, Any] | None = None,
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
+        codec: str | Mapping[str, str] = "raw",
+        archive_codec: Literal["raw", "zstd", "auto"] = "raw",
+        moments: Literal["fp8"] | None = None,
+        lossy_delta: float | Mapping[str, float] | None = None,
+        incremental: bool = False,
+        full_every: int = 8,
     ) -> None:
         given = locals()
         self._engine_options = {name: given[name] for name in _ENGINE_OPTIONS}

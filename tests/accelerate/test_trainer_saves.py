@@ -236,7 +236,8 @@ def test_a_path_wins_and_leaves_what_is_newer_aside(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_root_may_be_lost_where_there_is_an_archive(tmp_path: Path) -> None:
-    job = job_in(tmp_path, options={"archive": str(tmp_path / "archive")}, args={"max_steps": 4})
+    options = {"archive": str(tmp_path / "archive"), "codec": "zstd", "incremental": True}
+    job = job_in(tmp_path, options=options, args={"max_steps": 4, "save_steps": 2})
     train(job)
     shutil.rmtree(job["root"])
     again = train({**job, "args": {"max_steps": 6}})
