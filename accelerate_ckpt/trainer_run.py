@@ -103,6 +103,7 @@ class Run:
         state["best_model_checkpoint"] = None  # found again in `begin`, wherever the run lies now
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="trainer-ckpt-"))
+        self._folder.mkdir(exist_ok=True)
         (self._folder / _STATE).write_text(json.dumps(state), encoding="utf-8")
         return str(self._folder)
 
@@ -136,6 +137,9 @@ class Run:
         """Everything that the Trainer has just set to nothing; before its first step."""
         trainer, whole = self.trainer, self._whole
         self.stop.join()
+        if self._folder is not None and not trainer.args.auto_find_batch_size:
+            # From here on only its name is asked for, and a kill would leave it behind.
+            shutil.rmtree(self._folder, ignore_errors=True)
         self.engine.set_aside(newer_than=trainer.state.global_step)
         if whole is not None:
             whole.loop.put_back(trainer)
