@@ -147,7 +147,7 @@ class Saver:
     ) -> Agreement:
         if self.run is None:
             self.run = self._ranks.share(self._attempts.new_run())
-        skips = self._config.on_busy == "skip" and not self._slots.any_free
+        skips = self._config.on_busy == "skip" and self._slots.all_taken()
         agreement = self._ranks.agree(
             Proposal(
                 step=request.step,
@@ -214,7 +214,7 @@ class Saver:
             slab.reserve(start + len(document) + _DOCUMENT_SLACK_BYTES)
             slab.buffer[start : start + len(document)] = document
             place = {"doc_start": start, "doc_bytes": len(document), "confirmed": not lazy}
-            self.handover.hand_over(job, place)
+            self.handover.hand_over(job, {**place, "late": self._slots.was_late()})
 
         try:
             snapshot.begin()

@@ -14,6 +14,7 @@ from torch_ckpt.staging.slab import Slab
 logger = logging.getLogger(__name__)
 
 _REMIND_S = 60.0
+_LATE_S = 0.05
 
 
 class Slots:
@@ -23,11 +24,17 @@ class Slots:
         self.slabs = [Slab(number) for number in range(count)]
         self._free = set(range(count))
         self._changed = threading.Condition()
+        self._late = False
 
-    @property
-    def any_free(self) -> bool:
-        """Whether `take` would not wait."""
-        return bool(self._free)
+    def all_taken(self) -> bool:
+        """Whether `take` would wait; a save that is then left out counts as one that waited."""
+        self._late = self._late or not self._free
+        return not self._free
+
+    def was_late(self) -> bool:
+        """Whether a save had to wait for storage, or was left out, since this was last asked."""
+        late, self._late = self._late, False
+        return late
 
     def take(self) -> Slab:
         """A free slab, waiting for one."""
@@ -43,6 +50,7 @@ class Slots:
                         'written; save less often or use on_busy="skip"',
                         waited,
                     )
+            self._late = self._late or time.monotonic() - began > _LATE_S
             number = min(self._free)
             self._free.discard(number)
         return self.slabs[number]

@@ -71,6 +71,8 @@ class Coder:
     default: str
     rules: Sequence[Rule]
     speed: Speed
+    deltas: bool = True
+    """Whether blocks may be stored as what differs from the base's."""
 
     def plan(self, placed: Sequence[Placed]) -> Iterator[tuple[int, Extent, str, Rule]]:
         """Every block in order with its number, its dtype and its rule."""
@@ -147,7 +149,7 @@ class Coder:
         ratios = {"raw": 1.0}
         if wanted != "raw":
             ratios["zstd"] = codec_named("zstd").estimate(raw, dtype=dtype)
-        if before is not None:
+        if before is not None and self.deltas:
             ratio = codec_named("delta").estimate(raw, dtype=dtype, base=before)
             ratios["delta"] = ratio / _DELTA_PAYS
         name = max(ratios, key=lambda name: ratios[name])

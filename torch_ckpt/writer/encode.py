@@ -7,7 +7,6 @@ stores, parts and the last snapshot. Knows nothing of votes or processes.
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 8
 """Blocks encoded ahead of the one that is written."""
-_FULL_SHARE = 0.9
-"""Of the time between two saves: what encoding may take."""
 _SHORT_S = 1.0
 """Encoding that takes less is never left out: whoever saves so often waits for each save."""
 
@@ -84,9 +81,7 @@ class Encoder:
     _base: Base | None = None
     _line: _Line | None = None
     _speed: Speed = field(default_factory=Speed)
-    _last_s: float = 0.0
-    """Seconds that the last encoded shard took."""
-    _arrived: float | None = None
+    _encoded_last: bool = False
 
     def write(
         self,
@@ -96,34 +91,35 @@ class Encoder:
         store: Store,
         pool: Executor,
         *,
-        arrived: float,
+        late: bool,
     ) -> Written:
         """Make one rank's bytes durable, as `write_shard` does, in what is now less of them.
 
-        `arrived` is when the trainer handed the snapshot over, by the monotonic clock.
+        `late` says that training had to wait for storage.
         """
-        began = time.monotonic()
-        late = self._is_late(job, arrived)
-        line = None if late else self._line_of(job, store)
+        plain = self._goes_plain(job, late=late)
+        line = self._line_of(job, store)
         base = self._base_of(job, placed, store) if line is not None else None
         needs_line = self.encoding.lossy and line is not None
-        if late or (base is None and self.encoding.plain and not needs_line):
+        if base is None and (plain or (self.encoding.plain and not needs_line)):
+            self._encoded_last = False
             return write_shard(job, placed, slab, store, pool)
         if job.raw_bytes == 0:
             return Written()
         lossless = line is None or "permanent" in job.tags or not line.lenders
-        rules = [rule for rule in self.encoding.rules if not (rule.lossy and lossless)]
+        rules = [rule for rule in self.encoding.rules if not (plain or (rule.lossy and lossless))]
         coder = Coder(
             slab=slab,
             base=None if base is None else base.slab,
             digests=[] if base is None else [block.xxh3 for block in base.part.blocks],
-            default=self.encoding.codec,
+            default="raw" if plain else self.encoding.codec,
+            deltas=not plain,
             rules=rules,
             speed=self._speed,
         )
         anchors = () if line is None else line.lenders
         written = self._encoded(job, placed, coder, store, pool, Borrowing(base, anchors))
-        self._last_s = time.monotonic() - began
+        self._encoded_last = not plain  # after one that is not, the next is tried again
         return written
 
     def remember(
@@ -161,19 +157,14 @@ class Encoder:
         if before is not None:
             before.release()
 
-    def _is_late(self, job: Job, arrived: float) -> bool:
-        """Whether saves come faster than they are encoded, so that this one is stored as it is."""
-        before, self._arrived = self._arrived, arrived
-        interval_s = float("inf") if before is None else arrived - before
-        if self._last_s <= max(_SHORT_S, _FULL_SHARE * interval_s):
+    def _goes_plain(self, job: Job, *, late: bool) -> bool:
+        """Whether encoding keeps training waiting, so that blocks are borrowed or left raw."""
+        if not (late and self._encoded_last):
             return False
         logger.warning(
-            "step %d is stored as it is: encoding took %.1f s, and saves come every %.1f s",
+            "step %d is not encoded: that took longer than the time between two saves",
             job.step,
-            self._last_s,
-            interval_s,
         )
-        self._last_s = 0.0  # the next one is tried again
         return True
 
     def _line_of(self, job: Job, store: Store) -> _Line | None:

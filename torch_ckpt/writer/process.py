@@ -54,7 +54,6 @@ class _Pending:
     confirmed: threading.Event = field(default_factory=threading.Event)
     discarded: str | None = None
     released: bool = False
-    arrived: float = field(default_factory=time.monotonic)
 
 
 class Writer:
@@ -252,7 +251,7 @@ class Writer:
         for folder in message.get("lost", ()):
             self._outcomes.failed(store, folder)
         self._outcomes.begin(job, store)
-        share = Share(self._encoder if job.root == self._root else None, pending.arrived)
+        share = Share(self._encoder if job.root == self._root else None, late=message["late"])
         watch = Watch(
             released=lambda: self._release(pending),
             confirmed=lambda: self._await_confirmation(pending),

@@ -18,8 +18,9 @@ from torch_ckpt.writer.shard import Written, write_shard
 class Share:
     """One job on its way through an encoder, or past it where there is none."""
 
-    def __init__(self, encoder: Encoder | None, arrived: float) -> None:
-        self.encoder, self._arrived = encoder, arrived
+    def __init__(self, encoder: Encoder | None, *, late: bool) -> None:
+        """`late` says that training had to wait for storage."""
+        self.encoder, self._late = encoder, late
         self._job: tuple[Job, memoryview, Written] | None = None
         self.holds = False
         """Whether the slab stays with the encoder."""
@@ -30,7 +31,7 @@ class Share:
         """What `persist` is given to write with."""
         if self.encoder is None:
             return write_shard(job, placed, slab, store, pool)
-        written = self.encoder.write(job, placed, slab, store, pool, arrived=self._arrived)
+        written = self.encoder.write(job, placed, slab, store, pool, late=self._late)
         self._job = job, slab, written
         return written
 

@@ -252,7 +252,7 @@ def test_several_checkpointers_keep_their_bases_apart(tmp_path: Path) -> None:
         for step in (1, 2, 3):
             for name, checkpointer in (("a", one), ("b", other)):
                 states[name]["w"] += 1e-5
-                checkpointer.save(states[name], step)
+                checkpointer.save(states[name], step, block="committed")
     for name, state in states.items():
         assert chains.bases(tmp_path / name)[3] == (1, 2)
         assert_same(load_generation(tmp_path / name), state)
