@@ -5,9 +5,10 @@ Any thread may do it. Knows codecs, rules and two slabs. Knows nothing of files 
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt.codecs.names import codec_named
@@ -33,7 +34,8 @@ class Coded:
     """None if the base's block is the same."""
     sha256: str = ""
     codec: str = "raw"
-    lossy: bool = False
+    lost_by: str = ""
+    """The rule by which a reader gets other values; empty if it gets the same."""
     seconds: float = 0.0
     """Of one core, in its codec."""
 
@@ -73,6 +75,10 @@ class Coder:
     speed: Speed
     deltas: bool = True
     """Whether blocks may be stored as what differs from the base's."""
+
+    def work(self, placed: Sequence[Placed]) -> Iterator[Callable[[], Coded]]:
+        """The coding of every block, in order."""
+        return (functools.partial(self.code, *planned) for planned in self.plan(placed))
 
     def plan(self, placed: Sequence[Placed]) -> Iterator[tuple[int, Extent, str, Rule]]:
         """Every block in order with its number, its dtype and its rule."""
@@ -139,7 +145,7 @@ class Coder:
             stream,
             sha256_hex(stream),
             codec.name,
-            lossy=True,
+            lost_by=str(rule),
             seconds=time.thread_time() - began,
         )
 

@@ -7,9 +7,8 @@ stores, parts and the last snapshot. Knows nothing of votes or processes.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch_ckpt.manifest.blocks import Extent, Placed
 from torch_ckpt.manifest.layout import shard_name, step_of_folder
 from torch_ckpt.manifest.schema import Block, Borrowed
 from torch_ckpt.storage.store import Store
+from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.borrow import Base, Borrowing, lenders
 from torch_ckpt.writer.code import Coded, Coder, Speed, equal
 from torch_ckpt.writer.job import Job
@@ -196,17 +196,17 @@ class Encoder:
         lossy: set[str] = set()
         seen: dict[tuple[str, int], tuple[Extent, Block]] = {}
         try:
-            for number, (coded, rule) in enumerate(_in_order(coder, placed, pool)):
+            for number, coded in enumerate(in_order(pool, coder.work(placed), _AHEAD)):
                 if coded.seconds:
                     self._speed.coded += coded.extent.bytes
                     self._speed.coded_s += coded.seconds
-                block = None if coded.lossy else _twin(coded, coder.slab, seen)
+                block = None if coded.lost_by else _twin(coded, coder.slab, seen)
                 if block is None and coded.data is None:
                     block = borrowing.same(number)
                 elif block is None:
-                    block = _stored(coded, laid, borrowing.base_of(number, coded.codec))
-                if coded.lossy:
-                    lossy.add(str(rule))
+                    block = laid.add(coded, borrowing.base_of(number, coded.codec))
+                if coded.lost_by:
+                    lossy.add(coded.lost_by)
                 else:
                     seen.setdefault((coded.xxh3, coded.extent.bytes), (coded.extent, block))
                 blocks.append(block)
@@ -241,26 +241,6 @@ def _are_sound(borrowed: Sequence[Borrowed], job: Job, store: Store) -> bool:
     )
 
 
-def _in_order(coder: Coder, placed: list[Placed], pool: Executor) -> Iterator[tuple[Coded, Rule]]:
-    """Every block with its rule, a few coded ahead."""
-    ahead: deque[tuple[Future[Coded], Rule]] = deque()
-    upcoming = coder.plan(placed)
-    try:
-        while True:
-            while len(ahead) < _AHEAD and (planned := next(upcoming, None)) is not None:
-                ahead.append((pool.submit(coder.code, *planned), planned[3]))
-            if not ahead:
-                return
-            future, rule = ahead.popleft()
-            yield future.result(), rule
-    finally:
-        for future, _ in ahead:
-            future.cancel()
-        for future, _ in ahead:
-            if not future.cancelled():
-                future.exception()  # waits: the slab may be given back after this
-
-
 def _twin(
     coded: Coded, slab: memoryview, seen: dict[tuple[str, int], tuple[Extent, Block]]
 ) -> Block | None:
@@ -271,17 +251,3 @@ def _twin(
     first, block = found
     here = slab[coded.extent.start : coded.extent.start + coded.extent.bytes]
     return block if equal(here, slab[first.start : first.start + first.bytes]) else None
-
-
-def _stored(coded: Coded, laid: Laid, base: int | None) -> Block:
-    data = memoryview(coded.data or b"")
-    return Block(
-        file=0,
-        offset=laid.append(data),
-        bytes=len(data),
-        raw_bytes=coded.extent.bytes,
-        sha256=coded.sha256,
-        xxh3=coded.xxh3,
-        codec=coded.codec,
-        base=base,
-    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 import time
 
-from torch_ckpt.manifest.schema import BLOCK_BYTES, StoredFile
+from torch_ckpt.manifest.schema import BLOCK_BYTES, Block, StoredFile
 from torch_ckpt.storage.store import Sink, Store
+from torch_ckpt.writer.code import Coded
 
 
 class Laid:
@@ -38,6 +39,20 @@ class Laid:
             if self._filled == BLOCK_BYTES:
                 self._flush()
         return offset
+
+    def add(self, coded: Coded, base: int | None = None) -> Block:
+        """Append a block that is stored here; what a part says of it."""
+        data = memoryview(coded.data or b"")
+        return Block(
+            file=0,
+            offset=self.append(data),
+            bytes=len(data),
+            raw_bytes=coded.extent.bytes,
+            sha256=coded.sha256,
+            xxh3=coded.xxh3,
+            codec=coded.codec,
+            base=base,
+        )
 
     def finish(self) -> tuple[StoredFile, ...]:
         """Make all of it durable; the file, if there is one."""

@@ -7,9 +7,9 @@ codecs. Knows nothing of which generations go where, or of who else copies.
 
 from __future__ import annotations
 
-from collections import deque
+import functools
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from torch_ckpt.errors import StorageError
@@ -18,8 +18,9 @@ from torch_ckpt.generations.read import BlockReader
 from torch_ckpt.manifest.blocks import Extent
 from torch_ckpt.manifest.commit import collect_vote, publish_part, read_part
 from torch_ckpt.manifest.layout import shard_name
-from torch_ckpt.manifest.schema import Block, Manifest, Part, StoredFile
+from torch_ckpt.manifest.schema import Manifest, Part, StoredFile
 from torch_ckpt.storage.store import Store
+from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.code import Coded, Coder, Speed
 from torch_ckpt.writer.lay import Laid
 from torch_ckpt.writer.rules import Rule
@@ -92,19 +93,8 @@ class Recoder:
         blocks = []
         try:
             for coded in self._coded(reader):
-                data = memoryview(coded.data or b"")
-                self.pace(len(data))
-                blocks.append(
-                    Block(
-                        file=0,
-                        offset=laid.append(data),
-                        bytes=len(data),
-                        raw_bytes=coded.extent.bytes,
-                        sha256=coded.sha256,
-                        xxh3=coded.xxh3,
-                        codec=coded.codec,
-                    )
-                )
+                self.pace(len(coded.data or b""))
+                blocks.append(laid.add(coded))
                 self._speed.coded += coded.extent.bytes if coded.seconds else 0
                 self._speed.coded_s += coded.seconds
             files = laid.finish()
@@ -134,19 +124,9 @@ class Recoder:
             extent = Extent(reader.starts[index], block.raw_bytes)
             return coder.encode(extent, raw, dtypes[index], rule, None)
 
-        ahead: deque[Future[Coded]] = deque()
-        upcoming = iter(range(len(reader.part.blocks)))
+        work = (functools.partial(code, index) for index in range(len(reader.part.blocks)))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-recode") as pool:
-            try:
-                while True:
-                    while len(ahead) < _AHEAD and (index := next(upcoming, None)) is not None:
-                        ahead.append(pool.submit(code, index))
-                    if not ahead:
-                        return
-                    yield ahead.popleft().result()
-            finally:
-                for future in ahead:
-                    future.cancel()
+            yield from in_order(pool, work, _AHEAD)
 
 
 def _dtypes(reader: BlockReader) -> list[str]:
