@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -18,36 +17,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.tuner import Tuner
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_ckpt import TwoBufferCheckpointIO
 from lightning_ckpt.reading import is_generation, read_checkpoint
-from tests.lightning.job import Net, loader, net_for, run_ranks, trainer_for
-from torch_ckpt import ConfigError, GenerationNotFound, IntegrityError, PickleRefused
-
-
-def trainer_with(plugin: Any, folder: Path, *callbacks: Any, **options: Any) -> Any:
-    return trainer_for(folder, *callbacks, plugins=[plugin], **options)
-
-
-def checkpoints_of(folder: Path, **options: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(folder / "files", **{"monitor": "val_loss", **options})
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether two states are equal, with types and tied tensors."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and torch.equal(one, other)
-    if isinstance(one, dict):
-        return (
-            type(one) is type(other)
-            and list(one) == list(other)
-            and all(same(one[key], other[key]) for key in one)
-        )
-    if isinstance(one, list | tuple):
-        return type(one) is type(other) and all(map(same, one, other)) and len(one) == len(other)
-    return bool(one == other) and type(one) is type(other)
+from tests.lightning.job import Net, loader, net_for, run_ranks
+from tests.lightning.plugged import checkpoint, checkpoints_of, same, trainer_with
+from torch_ckpt import ConfigError, GenerationNotFound
 
 
 class Recording(TwoBufferCheckpointIO):
@@ -56,9 +32,6 @@ class Recording(TwoBufferCheckpointIO):
     def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         torch.save(checkpoint, f"{path}.stock")
         super().save_checkpoint(checkpoint, path, storage_options)
-
-
-# ── ModelCheckpoint ───────────────────────────────────────────────────────────────────────────
 
 
 def test_top_k_last_and_best_hold_exactly_what_stock_lightning_would_have_written(
@@ -110,10 +83,6 @@ def test_a_name_exists_as_soon_as_it_was_saved_so_that_the_next_gets_another(
     assert found == ["same-v1.ckpt", "same-v2.ckpt", "same.ckpt"]
     steps = {name: read_checkpoint(tmp_path / "files" / name)["global_step"] for name in found}
     assert steps == {"same.ckpt": 8, "same-v1.ckpt": 16, "same-v2.ckpt": 24}
-
-
-def checkpoint(step: int) -> dict[str, Any]:
-    return {"state_dict": {"w": torch.full((4,), float(step))}, "global_step": step}
 
 
 def test_a_removal_waits_for_the_commit_of_its_successor(tmp_path: Path) -> None:
@@ -181,9 +150,6 @@ def test_a_link_to_something_never_committed_leads_to_the_newest_that_was(
         plugin.load_checkpoint(tmp_path / "2.ckpt")
 
 
-# ── the rest of the trainer ───────────────────────────────────────────────────────────────────
-
-
 def test_saving_by_hand_is_a_generation_in_fit_and_an_ordinary_durable_file_after_it(
     tmp_path: Path,
 ) -> None:
@@ -212,108 +178,6 @@ def test_one_plugin_serves_fit_validate_and_fit_again(tmp_path: Path) -> None:
     found = sorted((tmp_path / "files").glob("*.ckpt"))
     assert [read_checkpoint(path)["global_step"] for path in found] == [8, 16]
     assert all(path.is_dir() for path in found)  # the second fit saved behind training as well
-
-
-class Scaled(Net):
-    """Has a batch size to tune."""
-
-    batch_size = 2
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(loader().dataset, self.batch_size)
-
-    val_dataloader = train_dataloader
-
-
-def test_the_tuner_reads_what_it_has_just_written_and_leaves_nothing(tmp_path: Path) -> None:
-    trainer = trainer_with(TwoBufferCheckpointIO(), tmp_path, max_epochs=1)
-    model = Scaled()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert Tuner(trainer).lr_find(model, num_training=6, update_attr=False)
-    assert Tuner(trainer).scale_batch_size(model, max_trials=2, steps_per_trial=1)
-    assert same(dict(model.state_dict()), before)
-    assert [path for path in tmp_path.iterdir() if path.name != "checkpoints"] == []
-
-
-def test_ordinary_checkpoints_load_with_the_meaning_of_weights_only(tmp_path: Path) -> None:
-    stock = trainer_for(tmp_path, max_epochs=1)
-    stock.fit(Net(), loader())
-    stock.save_checkpoint(tmp_path / "stock.ckpt")
-    torch.save({**checkpoint(1), "object": Custom()}, tmp_path / "custom.ckpt")
-    plugin = TwoBufferCheckpointIO()
-    trainer = trainer_with(plugin, tmp_path, max_epochs=2)
-    trainer.fit(Net(), loader(), ckpt_path=tmp_path / "stock.ckpt")
-    assert trainer.global_step == 16
-    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        plugin.load_checkpoint(tmp_path / "custom.ckpt")
-    loaded = plugin.load_checkpoint(tmp_path / "custom.ckpt", weights_only=False)
-    assert isinstance(loaded["object"], Custom)
-
-
-class Custom:
-    """Something that only pickle can save."""
-
-
-def test_custom_objects_come_back_only_where_that_was_allowed(tmp_path: Path) -> None:
-    plugin = TwoBufferCheckpointIO()
-    plugin.save_checkpoint({**checkpoint(1), "object": Custom()}, tmp_path / "1.ckpt")
-    for weights_only in (None, True):
-        with pytest.raises(PickleRefused, match=r"object.*weights_only=False"):
-            plugin.load_checkpoint(tmp_path / "1.ckpt", weights_only=weights_only)
-    assert isinstance(
-        plugin.load_checkpoint(tmp_path / "1.ckpt", weights_only=False)["object"], Custom
-    )
-    plugin.teardown()
-    trusting = TwoBufferCheckpointIO(allow_pickle=True)
-    assert isinstance(trusting.load_checkpoint(tmp_path / "1.ckpt")["object"], Custom)
-    with pytest.raises(PickleRefused):
-        trusting.load_checkpoint(tmp_path / "1.ckpt", weights_only=True)
-
-
-@pytest.mark.parametrize(
-    "map_location",
-    [None, "cpu", torch.device("cpu"), {"cuda:0": "cpu"}, lambda storage, _where: storage],
-)
-def test_map_location_is_taken_in_all_its_forms(tmp_path: Path, map_location: Any) -> None:
-    plugin = TwoBufferCheckpointIO()
-    tied = torch.ones(3)
-    plugin.save_checkpoint({"a": tied, "b": [tied], "global_step": 1}, tmp_path / "1.ckpt")
-    loaded = plugin.load_checkpoint(tmp_path / "1.ckpt", map_location=map_location)
-    assert loaded["a"] is loaded["b"][0] or loaded["a"].data_ptr() == loaded["b"][0].data_ptr()
-    plugin.teardown()
-
-
-def test_map_location_moves_tensors(tmp_path: Path) -> None:
-    plugin = TwoBufferCheckpointIO()
-    plugin.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
-    loaded = plugin.load_checkpoint(tmp_path / "1.ckpt", map_location="meta")
-    assert loaded["state_dict"]["w"].is_meta
-    plugin.teardown()
-
-
-def test_a_damaged_checkpoint_is_an_error_that_names_file_and_tensor(tmp_path: Path) -> None:
-    plugin = TwoBufferCheckpointIO()
-    plugin.save_checkpoint(checkpoint(1), tmp_path / "1.ckpt")
-    plugin.teardown()
-    shard = next((tmp_path / "1.ckpt").glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(IntegrityError, match=r"safetensors.*state_dict\.w"):
-        plugin.load_checkpoint(tmp_path / "1.ckpt")
-
-
-def test_an_ordinary_last_checkpoint_of_an_earlier_run_stays_an_ordinary_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for epochs, plugins, ckpt_path in ((1, None, None), (2, [TwoBufferCheckpointIO()], "last")):
-        files = checkpoints_of(tmp_path, save_last=True)
-        trainer = trainer_for(tmp_path, files, plugins=plugins, max_epochs=epochs)
-        trainer.fit(Net(), loader(), loader(shuffle=False), ckpt_path=ckpt_path)
-    last = tmp_path / "files" / "last.ckpt"
-    assert torch.load(last, weights_only=True)["global_step"] == 16
-    assert "is an ordinary file and stays one" in caplog.text
-
-
-# ── signals ───────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_save_inside_a_signal_handler_interrupts_anything_and_is_durable_on_return(
@@ -345,9 +209,6 @@ def test_a_save_inside_a_signal_handler_interrupts_anything_and_is_durable_on_re
     plugin.teardown()
     assert len(in_handler) > 20
     assert read_checkpoint(tmp_path / f"{step}.ckpt")["global_step"] == step
-
-
-# ── Fabric ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_fabric_saves_and_loads_by_keyword(tmp_path: Path) -> None:
@@ -392,9 +253,6 @@ def test_a_rank_that_did_not_write_waits_for_what_it_reads(tmp_path: Path) -> No
     for rank in run_ranks(job):
         assert rank.code == 0, rank.log
         assert rank.steps("reloaded") == [3]
-
-
-# ── packages, options ─────────────────────────────────────────────────────────────────────────
 
 
 def test_both_packages_take_the_same_plugin(tmp_path: Path) -> None:
