@@ -19,6 +19,7 @@ from torch_ckpt.errors import ArchiveTaken, CkptError, SaveFailed, WriterDied
 from torch_ckpt.pending import PendingSave
 from torch_ckpt.staging.slab import Slab
 from torch_ckpt.staging.slots import Slots
+from torch_ckpt.storage.lustre import targets_under
 from torch_ckpt.writer.client import WriterClient
 from torch_ckpt.writer.protocol import Message
 
@@ -238,7 +239,9 @@ class Handover:
         limit = 2 * self._config.commit_timeout_s
         for running in list(self._running.values()):
             if running.confirmed_at is not None and time.monotonic() - running.confirmed_at > limit:
-                return f"storage did not finish step {running.pending.step} in {limit:g} s"
+                targets = targets_under(f"{self._root}/{running.pending.folder}")
+                on = f", on OST {', '.join(map(str, targets))}" if targets else ""
+                return f"storage did not finish step {running.pending.step} in {limit:g} s{on}"
         return None
 
     def _on_event(self, message: Message) -> None:

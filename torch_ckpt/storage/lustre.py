@@ -30,6 +30,8 @@ So small documents stay on one target and shards of any size get theirs, and all
 for the same, whatever their shares are.
 """
 _LFS_S = 30.0
+_TARGET = re.compile(r"l_ost_idx:\s*(\d+)|^\s+(\d+)\s+\d+\s+0x[0-9a-f]+\s", re.MULTILINE)
+"""In what `lfs getstripe` prints of growing layouts, and in its table of plain ones."""
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
@@ -118,13 +120,39 @@ def is_on_lustre(path: str) -> bool:
     return kind == "lustre"
 
 
+def targets_under(folder: str) -> list[int]:
+    """The storage targets (OSTs) on which files of a folder lie; none where that is not Lustre.
+
+    Asks the metadata server alone, so a target that is stuck does not keep it from answering.
+    """
+    if not is_on_lustre(folder):
+        return []
+    try:
+        told = _lfs("getstripe", folder)
+    except _LfsFailed as failure:
+        logger.debug("on which targets %s lies is not known: %s", folder, failure)
+        return []
+    return sorted({int(found[1] or found[2]) for found in _TARGET.finditer(told)})
+
+
 def _set(folder: str, words: list[str]) -> None:
+    try:
+        _lfs("setstripe", *words, folder)
+    except _LfsFailed as failure:
+        _complain(folder, str(failure))
+
+
+class _LfsFailed(Exception):
+    """Why `lfs` did not do what it was asked."""
+
+
+def _lfs(*words: str) -> str:
+    """What `lfs` prints."""
     import subprocess  # a writer that is not on Lustre starts without it
 
-    command = ["lfs", "setstripe", *words, folder]
     try:
         done = subprocess.run(
-            command,
+            ["lfs", *words],
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -132,12 +160,12 @@ def _set(folder: str, words: list[str]) -> None:
             timeout=_LFS_S,
         )
     except FileNotFoundError:
-        _complain(folder, "there is no `lfs` on the path")
+        raise _LfsFailed("there is no `lfs` on the path") from None
     except (OSError, subprocess.TimeoutExpired, UnicodeError) as error:
-        _complain(folder, str(error))
-    else:
-        if done.returncode:
-            _complain(folder, done.stderr.strip() or f"exit code {done.returncode}")
+        raise _LfsFailed(str(error)) from error
+    if done.returncode:
+        raise _LfsFailed(done.stderr.strip() or f"exit code {done.returncode}")
+    return done.stdout
 
 
 _said = False

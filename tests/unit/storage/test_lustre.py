@@ -202,3 +202,37 @@ def _is_banned(node: ast.Attribute | ast.ImportFrom) -> bool:
     if node.attr == "sync":
         return isinstance(node.value, ast.Name) and node.value.id == "os"
     return node.attr in {"flock", "lockf", "F_SETLK", "F_SETLKW", "F_OFD_SETLK"}
+
+
+PLAIN = """/scratch/step/rank-00000.0123abcd.safetensors
+lmm_stripe_count:  2
+lmm_stripe_offset: 3
+\tobdidx\t\t objid\t\t objid\t\t group
+\t     3\t      1093\t        0x445\t 0x240000400
+\t    17\t      1094\t        0x446\t 0x280000400
+"""
+GROWN = """  lcm_layout_gen:    3
+    lcme_id:             1
+      lmm_stripe_count:  1
+      lmm_objects:
+      - 0: { l_ost_idx: 12, l_fid: [0x100000000:0x2:0x0] }
+"""
+
+
+def test_the_targets_of_a_save_that_is_stuck_are_named(site: Site) -> None:
+    site.lfs(f"/bin/cat <<'END'\n{PLAIN}{GROWN}END")
+    folder = site.root / "step-0000000001"
+    folder.mkdir()
+    assert lustre.targets_under(str(folder)) == [3, 12, 17]
+    assert site.told() == [f"getstripe {folder}"]
+
+
+@pytest.mark.parametrize("then", ["exit 1", "echo nonsense"])
+def test_no_target_is_named_that_lfs_does_not_tell(site: Site, then: str) -> None:
+    site.lfs(then)
+    assert lustre.targets_under(str(site.root)) == []
+
+
+def test_elsewhere_nobody_is_asked_for_targets(site: Site, tmp_path: Path) -> None:
+    assert lustre.targets_under(str(tmp_path)) == []
+    assert site.told() == []
