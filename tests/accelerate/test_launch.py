@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
@@ -48,6 +50,12 @@ def weights(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("weights"))
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
 def committed(root: Path) -> int:
     return len(list(root.glob("*/manifest.json")))
 
@@ -84,6 +92,33 @@ def test_the_same_script_runs_stock_and_with_the_flag_and_is_exact_after_a_kill(
     assert committed(root) == 2
     assert DIGITS.read_bytes() == before
     assert not (tmp_path / "ours" / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_killed_and_launched_again_come_to_what_stock_comes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # with --multi_gpu: gloo ranks of torchrun
+    root, before = tmp_path / "root", DIGITS.read_bytes()
+    ranks = ["--multi_gpu", "--num_processes=2", "--num_machines=1", "--main_process_ip=127.0.0.1"]
+
+    def launched(command: list[str], project: str, *options: object) -> subprocess.Popen[str]:
+        words = [*ranks, f"--main_process_port={free_port()}", *options]
+        return start(command, *words, *digits(tmp_path / project), cwd=tmp_path)
+
+    ours = ([*COMMAND, "launch"], "ours", "--ckpt_root", root)
+    killed = launched(*ours)
+    until(lambda: committed(root) >= 2 or killed.poll() is not None)
+    workers = psutil.Process(killed.pid).children()
+    for process in (psutil.Process(killed.pid), *workers):  # the launcher first, lest it ends them
+        process.kill()
+    output(killed, -9)
+    assert len(workers) >= 2
+    expected = weights(output(launched(STOCK, "stock"), 0)[0])
+    out, err = output(launched(*ours), 0)
+    assert "goes on in epoch" in out, err
+    assert weights(out) == expected
+    assert DIGITS.read_bytes() == before
 
 
 def test_our_options_are_told_from_accelerates_and_from_the_scripts() -> None:
