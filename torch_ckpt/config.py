@@ -6,14 +6,14 @@ Knows values. Knows nothing of what is done with them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.retention import KeepEvery, KeepLast, Retention
 from torch_ckpt.manifest.index import MAX_CHAIN
-from torch_ckpt.writer.rules import rules_of
+from torch_ckpt.writer.rules import grouping, rules_of
 
 _READ_ONLY = ("http://", "https://")
 
@@ -160,6 +160,11 @@ class Config:
         """Whether shards may be anything but the bytes of the state."""
         default, rules = rules_of(self.codec, self.moments, self.lossy_delta)
         return default != "raw" or bool(rules) or self.incremental
+
+    @property
+    def group(self) -> Callable[[str], int]:
+        """Tensors' names to the rules that they are stored by; each has blocks of its own."""
+        return grouping(rules_of(self.codec, self.moments, self.lossy_delta)[1])
 
     def block(self, asked: Block | None) -> Block:
         """When a save returns that was asked to return at `asked`.

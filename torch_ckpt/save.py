@@ -64,7 +64,7 @@ class Saver:
 
     def __init__(self, config: Config, root: str, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
-        self._planner = Planner(ranks.rank, ranks.world_size)
+        self._planner = Planner(ranks.rank, ranks.world_size, config.group)
         self._attempts = Attempts()
         self._slots = Slots(config.slabs)
         self._copying: tuple[int, Snapshot, PendingSave] | None = None

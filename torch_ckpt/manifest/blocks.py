@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,10 @@ PAGE_BYTES = 4096
 
 _SMALL_BYTES = 1 << 20
 """Tensors below this share blocks with their neighbours."""
+
+
+def _alike(name: str) -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +58,16 @@ class Placed(NamedTuple):
     start: int
 
 
-def place(pieces: Iterable[Piece]) -> list[Placed]:
-    """Pack pieces without gaps, widest elements first, so that each is aligned to its elements."""
+def place(pieces: Iterable[Piece], group: Callable[[str], int] = _alike) -> list[Placed]:
+    """Pack pieces without gaps, widest elements first, so that each is aligned to its elements.
 
-    def rank(sized: tuple[int, int, Piece]) -> tuple[int, str, bool]:
+    Small ones whose names are of one group come one after another.
+    """
+
+    def rank(sized: tuple[int, int, Piece]) -> tuple[int, str, bool, int]:
         size, item, piece = sized
-        return -item, piece.dtype, size < _SMALL_BYTES
+        small = size < _SMALL_BYTES
+        return -item, piece.dtype, small, group(piece.name) if small else 0
 
     sized = [(piece.bytes, DTYPES[piece.dtype].itemsize, piece) for piece in pieces]
     placed, start = [], 0
@@ -69,34 +77,33 @@ def place(pieces: Iterable[Piece]) -> list[Placed]:
     return placed
 
 
-def cut(placed: Sequence[Placed], limit: int = BLOCK_BYTES) -> list[Extent]:
+def cut(
+    placed: Sequence[Placed], limit: int = BLOCK_BYTES, group: Callable[[str], int] = _alike
+) -> list[Extent]:
     """Partition the raw space into extents of one dtype and at most `limit` bytes each.
 
-    A large tensor begins an extent of its own; small ones share one.
+    A large tensor begins an extent of its own; small ones of one group share one.
     """
     extents: list[Extent] = []
     run_start = run_end = 0
-    run_dtype = ""
+    run_kind = ("", 0)
     for item in placed:
         size = item.piece.bytes
         if size == 0:
             continue
-        joins = (
-            size < _SMALL_BYTES
-            and item.piece.dtype == run_dtype
-            and run_end - run_start + size <= limit
-        )
+        kind = (item.piece.dtype, group(item.piece.name))
+        joins = size < _SMALL_BYTES and kind == run_kind and run_end - run_start + size <= limit
         if not joins:
             if run_end > run_start:
                 extents.append(Extent(run_start, run_end - run_start))
             run_start = item.start
-        run_end, run_dtype = item.start + size, item.piece.dtype
+        run_end, run_kind = item.start + size, kind
         if size >= _SMALL_BYTES:
             while run_end - run_start > limit:
                 extents.append(Extent(run_start, limit))
                 run_start += limit
             extents.append(Extent(run_start, run_end - run_start))
-            run_start, run_dtype = run_end, ""
+            run_start, run_kind = run_end, ("", 0)
     if run_end > run_start:
         extents.append(Extent(run_start, run_end - run_start))
     return extents

@@ -77,8 +77,11 @@ class Survey:
 class Planner:
     """Plans, and keeps the last plan while the state keeps its shape."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
-        self._rank, self._world_size = rank, world_size
+    def __init__(
+        self, rank: int, world_size: int, group: Callable[[str], int] | None = None
+    ) -> None:
+        """Small tensors lie beside others of their `group`, by their names."""
+        self._rank, self._world_size, self._group = rank, world_size, group
         self._survey: Survey | None = None
         self._plan: Plan | None = None
 
@@ -141,7 +144,7 @@ class Planner:
         unowned: Callable[[], Collection[str]] | None = None,
     ) -> Plan:
         if self._world_size == 1 and not flat.sharded:
-            return _planned([_complete(name, t) for name, t in flat.tensors.items()])
+            return self._planned([_complete(name, t) for name, t in flat.tensors.items()])
         shared = [name for name in flat.tensors if name not in flat.own]
         held = boxes(flat.sharded)
         alike = [
@@ -162,9 +165,13 @@ class Planner:
         written.sort(key=lambda claim: (claim.tensor, claim.box.offsets))
         pieces = [_piece(shared[c.tensor], flat, c.box) for c in written]
         pieces += [_piece(n, flat, _all(t)) for n, t in flat.tensors.items() if n in flat.own]
-        plan = _planned(pieces)
+        plan = self._planned(pieces)
         mesh = meshes_of(flat.sharded.values())
         return replace(plan, cuts=_cuts(plan.placed, flat, held), mesh=mesh)
+
+    def _planned(self, pieces: list[Piece]) -> Plan:
+        placed = place(pieces) if self._group is None else place(pieces, self._group)
+        return Plan(placed, sum(piece.bytes for piece in pieces), {})
 
     def _claims(
         self, flat: Flat, shared: list[str], held: Mapping[str, Box], exchange: Exchange
@@ -193,10 +200,6 @@ class Planner:
         for name, tensor in flat.sharded.items():
             _check_whole(name, tensor.shape, found.elements[positions[name]])
         return found
-
-
-def _planned(pieces: list[Piece]) -> Plan:
-    return Plan(place(pieces), sum(piece.bytes for piece in pieces), {})
 
 
 def _padded(values: tuple[int, ...], size: int, filler: int) -> list[int]:

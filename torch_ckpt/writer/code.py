@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt.codecs.names import codec_named
-from torch_ckpt.manifest.blocks import Extent, Placed, cut
+from torch_ckpt.manifest.blocks import Extent, Placed
 from torch_ckpt.manifest.digest import sha256_hex, xxh3_hex
 from torch_ckpt.writer.rules import Rule, rule_for
 
@@ -76,15 +76,19 @@ class Coder:
     deltas: bool = True
     """Whether blocks may be stored as what differs from the base's."""
 
-    def work(self, placed: Sequence[Placed]) -> Iterator[Callable[[], Coded]]:
+    def work(
+        self, placed: Sequence[Placed], extents: Sequence[Extent]
+    ) -> Iterator[Callable[[], Coded]]:
         """The coding of every block, in order."""
-        return (functools.partial(self.code, *planned) for planned in self.plan(placed))
+        return (functools.partial(self.code, *planned) for planned in self.plan(placed, extents))
 
-    def plan(self, placed: Sequence[Placed]) -> Iterator[tuple[int, Extent, str, Rule]]:
+    def plan(
+        self, placed: Sequence[Placed], extents: Sequence[Extent]
+    ) -> Iterator[tuple[int, Extent, str, Rule]]:
         """Every block in order with its number, its dtype and its rule."""
         items = [item for item in placed if item.piece.bytes]
         first = 0
-        for number, extent in enumerate(cut(placed)):
+        for number, extent in enumerate(extents):
             end = extent.start + extent.bytes
             while items[first].start + items[first].piece.bytes <= extent.start:
                 first += 1

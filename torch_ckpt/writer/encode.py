@@ -7,14 +7,14 @@ stores, parts and the last snapshot. Knows nothing of votes or processes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog
-from torch_ckpt.manifest.blocks import Extent, Placed
+from torch_ckpt.manifest.blocks import Extent, Placed, cut
 from torch_ckpt.manifest.layout import shard_name, step_of_folder
 from torch_ckpt.manifest.schema import Block, Borrowed
 from torch_ckpt.storage.store import Store
@@ -23,7 +23,7 @@ from torch_ckpt.writer.borrow import Base, Borrowing, lenders
 from torch_ckpt.writer.code import Coded, Coder, Speed, equal
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.lay import Laid
-from torch_ckpt.writer.rules import Rule
+from torch_ckpt.writer.rules import Rule, grouping
 from torch_ckpt.writer.shard import Written, part_of, write_shard
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,11 @@ class Encoder:
         line = self._line_of(job, store)
         base = self._base_of(job, placed, store) if line is not None else None
         needs_line = self.encoding.lossy and line is not None
+        # The same in every generation, since blocks of two are compared by their numbers.
+        extents = cut(placed, group=grouping(self.encoding.rules))
         if base is None and (plain or (self.encoding.plain and not needs_line)):
             self._encoded_last = False
-            return write_shard(job, placed, slab, store, pool)
+            return write_shard(job, placed, slab, store, pool, extents)
         if job.raw_bytes == 0:
             return Written()
         lossless = line is None or "permanent" in job.tags or not line.lenders
@@ -118,7 +120,8 @@ class Encoder:
             speed=self._speed,
         )
         anchors = () if line is None else line.lenders
-        written = self._encoded(job, placed, coder, store, pool, Borrowing(base, anchors))
+        work, borrowing = coder.work(placed, extents), Borrowing(base, anchors)
+        written = self._encoded(job, coder, work, store, pool, borrowing)
         self._encoded_last = not plain  # after one that is not, the next is tried again
         return written
 
@@ -184,8 +187,8 @@ class Encoder:
     def _encoded(
         self,
         job: Job,
-        placed: list[Placed],
         coder: Coder,
+        work: Iterator[Callable[[], Coded]],
         store: Store,
         pool: Executor,
         borrowing: Borrowing,
@@ -196,7 +199,7 @@ class Encoder:
         lossy: set[str] = set()
         seen: dict[tuple[str, int], tuple[Extent, Block]] = {}
         try:
-            for number, coded in enumerate(in_order(pool, coder.work(placed), _AHEAD)):
+            for number, coded in enumerate(in_order(pool, work, _AHEAD)):
                 if coded.seconds:
                     self._speed.coded += coded.extent.bytes
                     self._speed.coded_s += coded.seconds

@@ -7,7 +7,7 @@ nothing of blocks or saves.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +71,15 @@ def rule_for(rules: Iterable[Rule], names: Iterable[str], default: str) -> Rule:
         return wanted.pop()
     lossless = [rule for rule in sorted(wanted, key=str) if not rule.lossy]
     return lossless[0] if lossless else Rule("*", default)
+
+
+def grouping(rules: Iterable[Rule]) -> Callable[[str], int]:
+    """Names to groups, one a rule: small tensors of different ones never share a block.
+
+    Of a block that is two rules' business, neither may lose anything.
+    """
+    rules = tuple(rules)
+    return lambda name: next((i for i, rule in enumerate(rules) if rule.fits(name)), len(rules))
 
 
 def rules_of(

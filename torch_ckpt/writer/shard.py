@@ -43,15 +43,23 @@ class Written:
 
 
 def write_shard(
-    job: Job, placed: list[Placed], slab: memoryview, store: Store, pool: Executor
+    job: Job,
+    placed: list[Placed],
+    slab: memoryview,
+    store: Store,
+    pool: Executor,
+    extents: list[Extent] | None = None,
 ) -> Written:
-    """Make one rank's bytes durable as they are, in a file that any tool reads."""
+    """Make one rank's bytes durable as they are, in a file that any tool reads.
+
+    `extents` are its blocks where they are not as `cut` makes them by itself.
+    """
     if job.raw_bytes == 0:
         return Written()
     shard = shard_name(job.rank, job.attempt)
     header = safetensors_header(placed)
     size = len(header) + job.raw_bytes
-    extents = cut(placed)
+    extents = cut(placed) if extents is None else extents
     sink = store.create(f"{job.folder}/{shard}", size)
     try:
         write = _write_anywhere if store.capabilities.random_access else _write_in_order
