@@ -24,9 +24,9 @@ from table import show, write
 from targets import Verdict
 
 # A chain is a whole generation and 8 changes: each point is the end of one, 8 lossy links long.
-FULL = Plan(width=128, layers=3, every=20, points=(9, 18, 27), further=200)
+FULL = Plan(width=96, layers=2, every=20, points=(9, 18, 27), further=120)
 QUICK = Plan(width=32, layers=1, every=2, points=(3, 4), further=5)
-SEEDS = 5
+SEEDS = 4
 ERROR = 1 / 16
 COLUMNS = [
     "resumed at step",
