@@ -7,6 +7,7 @@ generation a run starts from.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,7 @@ from torch_ckpt.pending import PendingSave
 from torch_ckpt.sharding.agree import Agreement, Proposal, Ranks
 from torch_ckpt.sharding.differences import facts_of
 from torch_ckpt.sharding.plan import Plan, Planner, Survey
-from torch_ckpt.staging.ownership import Owned, Unchanged, expected_growth
+from torch_ckpt.staging.ownership import Owned, Unchanged, expected_growth, unowned
 from torch_ckpt.staging.slab import Slab
 from torch_ckpt.staging.slots import Slots
 from torch_ckpt.staging.snapshot import Snapshot, Source
@@ -40,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _DOCUMENT_SLACK_BYTES = 1 << 20
 _TENSOR = {torch.Tensor}
+_PATIENCE = 0.5
+"""Of the time that peers wait: how long a rank waits for storage before all of them go on."""
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -76,6 +79,7 @@ class Saver:
         """The generation this run resumed from."""
         self.apart: frozenset[str] = frozenset()
         """Folders of generations that stay as they are: set aside, quarantined, or a base."""
+        self._patience_s = config.agree_timeout_s * _PATIENCE if ranks.world_size > 1 else math.inf
         self._newest = -1
         """The highest step that was saved here."""
 
@@ -99,9 +103,10 @@ class Saver:
         began = time.monotonic()
         flat, survey, refusal = self._take_apart(request)
         waits = self._config.on_busy == "wait" and refusal is None
-        slab = self._slots.take() if waits else None
+        slab = self._slots.take_within(self._patience_s) if waits else None
+        busy = slab is None and refusal is None and self._slots.all_taken()
         try:
-            agreement = self._agree(request, flat, survey, refusal)
+            agreement = self._agree(request, flat, survey, refusal, busy=busy)
             request = self._clear_of_apart(request, agreement.attempt)
             self._newest = max(self._newest, request.step)
             pending = PendingSave(
@@ -115,7 +120,7 @@ class Saver:
                     flat,
                     self._ranks.exchange,
                     afresh=agreement.stale,
-                    unowned=partial(_unowned, request, flat),
+                    unowned=partial(unowned, flat, request.optimizers),
                 )
                 self._copy(request, flat, plan, slab, pending)
             except (OSError, MemoryError, RuntimeError) as error:
@@ -143,11 +148,16 @@ class Saver:
             return Flat(), Survey((), ""), error
 
     def _agree(
-        self, request: Request, flat: Flat, survey: Survey, refusal: Exception | None
+        self,
+        request: Request,
+        flat: Flat,
+        survey: Survey,
+        refusal: Exception | None,
+        *,
+        busy: bool,
     ) -> Agreement:
         if self.run is None:
             self.run = self._ranks.share(self._attempts.new_run())
-        skips = self._config.on_busy == "skip" and self._slots.all_taken()
         agreement = self._ranks.agree(
             Proposal(
                 step=request.step,
@@ -155,7 +165,7 @@ class Saver:
                 attempt=self._attempts.next(),
                 run=str(self.run),
                 folder=request.folder,
-                busy=skips,
+                busy=busy,
                 refused=refusal is not None,
                 stale=self._planner.stale,
                 failed=tuple(self._attempts.failed),
@@ -375,15 +385,6 @@ class Saver:
         self.settle()
         self.handover.close()
         self._slots.close()
-
-
-def _unowned(request: Request, flat: Flat) -> set[str]:
-    """The tensors of a state that no optimizer owns, such as running statistics."""
-    optimizers = [*request.optimizers, *flat.optimizers]
-    if not optimizers:
-        return set()  # nobody can tell
-    owned = Owned(optimizers).which(list(flat.tensors.values()))
-    return {name for name, one in zip(flat.tensors, owned, strict=True) if not one}
 
 
 def _any_cuda(flat: Flat) -> bool:

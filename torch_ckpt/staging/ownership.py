@@ -47,6 +47,18 @@ class Owned:
 _STATES_PER_PARAMETER = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2}
 
 
+def unowned(flat: Flat, optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
+    """The tensors of a state that no optimizer owns, such as running statistics.
+
+    Empty where no optimizer is known, in the state or among `optimizers`: then nobody can tell.
+    """
+    known = [*optimizers, *flat.optimizers]
+    if not known:
+        return set()
+    owned = Owned(known).which(list(flat.tensors.values()))
+    return {name for name, one in zip(flat.tensors, owned, strict=True) if not one}
+
+
 def expected_growth(optimizers: Iterable[torch.optim.Optimizer], flat: Flat) -> int:
     """Bytes that optimizers will add to a state once they have made their first step.
 

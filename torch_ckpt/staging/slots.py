@@ -6,6 +6,7 @@ Knows slabs and waiting. Knows nothing of tensors or jobs.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 
@@ -38,22 +39,37 @@ class Slots:
 
     def take(self) -> Slab:
         """A free slab, waiting for one."""
-        began, reminded = time.monotonic(), 0.0
         with self._changed:
-            while not self._free:
-                self._changed.wait(1.0)
-                waited = time.monotonic() - began
-                if waited - reminded >= _REMIND_S:
-                    reminded = waited
-                    logger.warning(
-                        "training has waited %.0f s for storage: all slabs are still being "
-                        'written; save less often or use on_busy="skip"',
-                        waited,
-                    )
-            self._late = self._late or time.monotonic() - began > _LATE_S
-            number = min(self._free)
-            self._free.discard(number)
+            self._await(math.inf)
+            return self._pop()
+
+    def take_within(self, timeout_s: float) -> Slab | None:
+        """A free slab; None if there is none in time."""
+        with self._changed:
+            return self._pop() if self._await(timeout_s) else None
+
+    def _pop(self) -> Slab:
+        number = min(self._free)
+        self._free.discard(number)
         return self.slabs[number]
+
+    def _await(self, timeout_s: float) -> bool:
+        """Wait for a free slab; whether there is one."""
+        began, reminded = time.monotonic(), 0.0
+        while not self._free:
+            waited = time.monotonic() - began
+            if waited >= timeout_s:
+                return False
+            if waited - reminded >= _REMIND_S:
+                reminded = waited
+                logger.warning(
+                    "training has waited %.0f s for storage: all slabs are still being "
+                    'written; save less often or use on_busy="skip"',
+                    waited,
+                )
+            self._changed.wait(min(1.0, timeout_s - waited))
+        self._late = self._late or time.monotonic() - began > _LATE_S
+        return True
 
     def release(self, number: int) -> None:
         """The slab may be written again."""
