@@ -23,7 +23,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from typing_extensions import Self
 
-from accelerate_ckpt.folders import default_root, generation_name, result_path
+from accelerate_ckpt.folders import default_root, generation_name, name_to_load, result_path
 from accelerate_ckpt.hooks import run_load_hooks, run_save_hooks
 from accelerate_ckpt.loaders import Places, Position
 from accelerate_ckpt.plugin import CheckpointPlugin, CkptProjectConfiguration
@@ -201,6 +201,7 @@ class Attached:
 
         Raises:
             GenerationNotFound: there is neither.
+            ConfigError: it is a generation of another root.
         """
         text = os.fspath(input_dir)
         stock = StockFolder.at(Path(text).expanduser()) if "://" not in text else None
@@ -208,7 +209,7 @@ class Attached:
             return self._load_stock(stock)
         engine = self._open()
         whole = self._whole(strict)
-        name = generation_name(None, text, self._root)
+        name = name_to_load(text, self._root)
         try:
             generation = engine.load(whole.to_fill(), folder=name, strict=strict)
         except GenerationNotFound as error:

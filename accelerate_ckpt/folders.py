@@ -5,6 +5,7 @@ Knows paths and the project's configuration. Knows nothing of what a folder hold
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from accelerate_ckpt.plugin import CheckpointPlugin
 from accelerate_ckpt.stock import StockFolder
 from torch_ckpt import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def default_root(accelerator: Any, plugin: CheckpointPlugin) -> str:
@@ -56,6 +59,35 @@ def generation_name(
                 "or save under another root"
             )
     return name
+
+
+def name_to_load(folder: str, root: str) -> str | None:
+    """The name under the root of what `load_state` is given, which is what `save_state` was given.
+
+    Only the last part of a folder counts, wherever it would lie; so one that is there, and is a
+    generation of another run, is not mistaken for that of this run which has the same name.
+
+    Raises:
+        ConfigError: it names no folder, or a generation under another root.
+    """
+    name = generation_name(None, folder, root)
+    parent, ours = folder.rstrip("/").rpartition("/")[0], root.rstrip("/")
+    if "://" in folder:
+        if parent != ours:
+            logger.warning(
+                "%s is looked for as %s/%s, since the root is %s", folder, ours, name, ours
+            )
+        return name
+    path = Path(folder).expanduser()
+    here = None if "://" in root else Path(root, str(name))
+    if not (path / "manifest.json").is_file() or (
+        here is not None and here.exists() and here.samefile(path)
+    ):
+        return name
+    raise ConfigError(
+        f"{path} is a generation of another root than {root}; to go on with it, attach with "
+        f"CheckpointPlugin(root={str(path.absolute().parent)!r}), or ACCELERATE_CKPT_ROOT"
+    )
 
 
 def result_path(root: str, folder: str) -> Any:

@@ -237,8 +237,15 @@ class Resumer:
         Raises:
             IntegrityError: stored bytes are not the ones that were written; on the ranks that did
                 not find it out themselves, DisagreementError.
+            FormatError: a file of it is missing.
         """
         generation, damage = self._try_tiers(option, state, strict=strict, mark=False)
+        if isinstance(damage, FileNotFoundError):
+            # Not as itself: scripts take it for a first run, where nothing has been saved yet.
+            raise FormatError(
+                file=str(damage.filename or option.folder),
+                reason="is missing, so this generation is damaged; load an earlier one",
+            ) from damage
         if damage is not None or generation is None:
             reason = "it went away while it was opened"
             raise damage or FormatError(file=option.folder, reason=reason)
