@@ -26,7 +26,12 @@ from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import copy_part, lacks, sizes_in
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
-from torch_ckpt.manifest.commit import publish_manifest, read_manifest, write_latest
+from torch_ckpt.manifest.commit import (
+    publish_manifest,
+    read_manifest,
+    read_part,
+    write_latest,
+)
 from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of
 from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
@@ -164,7 +169,19 @@ class Promoter:
         if any(there.get(name) != size for name, size in parts.items()):
             return False
         shards = sum(size for name, size in there.items() if name not in parts)
-        return shards == manifest.bytes
+        if shards <= manifest.bytes:
+            return shards == manifest.bytes
+        # An earlier run of another `archive_codec` has left shards that no part names any more.
+        self._littered.add(generation.folder)
+        return self._has_shards(generation, there)
+
+    def _has_shards(self, generation: Generation, there: Mapping[str, int]) -> bool:
+        """Whether the archive has what its parts name; reads them."""
+        for stored in generation.manifest.parts:
+            part = read_part(self.archive, generation.folder, stored)
+            if any(there.get(file.name) != file.bytes for file in part.files):
+                return False
+        return True
 
     def commit(self, generation: Generation) -> None:
         """Publish the manifest in the archive: from now on the generation exists there."""

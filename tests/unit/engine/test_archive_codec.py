@@ -131,3 +131,16 @@ def test_a_codec_for_the_archive_needs_an_archive_and_a_raw_root(tmp_path: Path)
         Checkpointer(
             tmp_path / "root", archive=tmp_path / "a", archive_codec="zstd", incremental=True
         )
+
+
+def test_what_was_cut_while_it_was_encoded_is_taken_up_raw(tmp_path: Path) -> None:
+    archived(tmp_path, 1, codec="zstd")
+    (archive,) = (tmp_path / "archive").glob("step-*")
+    (archive / "manifest.json").unlink()
+    next(archive.glob("*.json")).unlink()  # cut after its shard
+    archived(tmp_path, 2, codec="raw")
+    store = LocalStore(str(tmp_path / "archive"))
+    assert [one.step for one in Catalog(store).committed()] == [2, 1]
+    assert_is(load_generation(store.url, step=1), 1)
+    names = {path.suffix for path in archive.iterdir()}
+    assert names == {".json", ".safetensors"}, "no litter"
