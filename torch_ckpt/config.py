@@ -166,6 +166,12 @@ class Config:
         """Tensors' names to the rules that they are stored by; each has blocks of its own."""
         return grouping(rules_of(self.codec, self.moments, self.lossy_delta)[1])
 
+    @property
+    def loses(self) -> bool:
+        """Whether some generations may come back as other values."""
+        _, rules = rules_of(self.codec, self.moments, self.lossy_delta)
+        return any(rule.lossy for rule in rules)
+
     def block(self, asked: Block | None) -> Block:
         """When a save returns that was asked to return at `asked`.
 

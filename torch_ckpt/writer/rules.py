@@ -127,9 +127,8 @@ def _rule(pattern: Any, codec: Any) -> Rule:
 def _delta(pattern: Any, error: Any) -> Rule:
     if not isinstance(pattern, str) or isinstance(error, bool):
         raise ConfigError(f"lossy_delta maps {pattern!r} to {error!r}; it maps patterns to errors")
-    rule = Rule(pattern, "lossy-delta", error)
     try:
-        rule.made()
+        Rule(pattern, "lossy-delta", error).made()
     except (TypeError, ValueError) as problem:
         raise ConfigError(f"lossy_delta cannot be {error!r}: {problem}") from problem
-    return rule
+    return Rule(pattern, "lossy-delta", float(error))  # numpy's numbers do not go to a writer

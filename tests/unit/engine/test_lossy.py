@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,7 @@ def test_a_pattern_may_name_a_codec(tmp_path: Path) -> None:
         ({"incremental": True, "slabs": 1}, "needs slabs=2"),
         ({"incremental": True, "cache": "elsewhere"}, "a cache holds raw shards"),
         ({"full_every": 0}, "full_every must be"),
+        ({"lossy_delta": "0.1", "incremental": True}, "lossy_delta cannot be '0.1'"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_once(
@@ -196,3 +199,22 @@ def test_options_that_cannot_be_used_are_refused_at_once(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         Checkpointer(tmp_path, **options)
+
+
+def test_a_permanent_second_name_of_a_lossy_step_loses_nothing(tmp_path: Path) -> None:
+    states = training()
+    with Checkpointer(tmp_path, moments="fp8", keep=None) as checkpointer:
+        checkpointer.save(next(states), 1, block="committed")
+        assert checkpointer.writer_pid is not None
+        os.kill(checkpointer.writer_pid, signal.SIGSTOP)  # both names are asked for before it works
+        try:
+            state = next(states)
+            checkpointer.save(state, 2, folder="first")
+            checkpointer.save(state, 2, folder="second", tags=("permanent",))
+        finally:
+            os.kill(checkpointer.writer_pid, signal.SIGCONT)
+    found = {one.folder: one for one in Catalog(LocalStore(str(tmp_path))).committed()}
+    assert "lossy" in found["first"].tags
+    assert "lossy" not in found["second"].tags
+    back = load_generation(tmp_path, folder="second")["optimizer"]["exp_avg"]
+    assert torch.equal(back, state["optimizer"]["exp_avg"])
