@@ -12,8 +12,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_ckpt.errors import CkptError
-from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.manifest.blocks import Extent, Placed, cut
 from torch_ckpt.manifest.layout import shard_name, step_of_folder
 from torch_ckpt.manifest.schema import Block, Borrowed
@@ -23,6 +21,7 @@ from torch_ckpt.writer.borrow import Base, Borrowing, lenders
 from torch_ckpt.writer.code import Coded, Coder, Speed, equal
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.lay import Laid
+from torch_ckpt.writer.line import Line, are_sound, follows
 from torch_ckpt.writer.rules import Rule, grouping
 from torch_ckpt.writer.shard import Written, part_of, write_shard
 
@@ -62,24 +61,13 @@ class Encoding:
         return self.codec == "raw" and all(rule.codec == "raw" or rule.lossy for rule in self.rules)
 
 
-@dataclass(kw_only=True, slots=True)
-class _Line:
-    """The generations since the last one that stands alone, which is whole and lossless."""
-
-    job: Job
-    lenders: tuple[Borrowed, ...]
-    """The shards of that one: what is lossy names them, so that it is never without."""
-    depth: int = 0
-    """Generations since."""
-
-
 @dataclass
 class Encoder:
     """Serves one writer: remembers its last snapshot, which the next shard may build on."""
 
     encoding: Encoding
     _base: Base | None = None
-    _line: _Line | None = None
+    _line: Line = field(default_factory=Line)
     _speed: Speed = field(default_factory=Speed)
     _encoded_last: bool = False
 
@@ -98,17 +86,15 @@ class Encoder:
         `late` says that training had to wait for storage.
         """
         plain = self._goes_plain(job, late=late)
-        line = self._line_of(job, store)
-        base = self._base_of(job, placed, store) if line is not None else None
-        needs_line = self.encoding.lossy and line is not None
+        base, anchors = self._builds_on(job, placed, store)
         # The same in every generation, since blocks of two are compared by their numbers.
         extents = cut(placed, group=grouping(self.encoding.rules))
-        if base is None and (plain or (self.encoding.plain and not needs_line)):
+        if base is None and (plain or (self.encoding.plain and not anchors)):
             self._encoded_last = False
             return write_shard(job, placed, slab, store, pool, extents)
         if job.raw_bytes == 0:
             return Written()
-        lossless = line is None or "permanent" in job.tags or not line.lenders
+        lossless = "permanent" in job.tags or not anchors
         rules = [rule for rule in self.encoding.rules if not (plain or (rule.lossy and lossless))]
         coder = Coder(
             slab=slab,
@@ -119,7 +105,6 @@ class Encoder:
             rules=rules,
             speed=self._speed,
         )
-        anchors = () if line is None else line.lenders
         work, borrowing = coder.work(placed, extents), Borrowing(base, anchors)
         written = self._encoded(job, coder, work, store, pool, borrowing)
         self._encoded_last = not plain  # after one that is not, the next is tried again
@@ -144,10 +129,8 @@ class Encoder:
             release()  # a folder of another name may be written again under its children
             return False
         part = part_of(job, placed, written)
-        if self._line is None or not written.borrowed:
-            self._line = _Line(job=job, lenders=lenders(part, job.folder))
-        else:
-            self._line.depth += 1
+        if self.encoding.incremental or self.encoding.lossy:
+            self._line.add(job, lenders(part, job.folder))
         if not self.encoding.incremental:
             release()
             return False
@@ -156,7 +139,7 @@ class Encoder:
 
     def forget(self) -> None:
         """Let go of the last snapshot: the next generation stands alone."""
-        before, self._base, self._line = self._base, None, None
+        before, self._base, self._line = self._base, None, Line()
         if before is not None:
             before.release()
 
@@ -170,19 +153,20 @@ class Encoder:
         )
         return True
 
-    def _line_of(self, job: Job, store: Store) -> _Line | None:
-        """What this generation may build on; None if it has to stand alone."""
-        line = self._line
-        if line is None or line.depth >= self.encoding.full_every:
-            return None
-        sound = _follows(job, line.job) and _are_sound(line.lenders, line.job, store)
-        return line if sound else None
+    def _builds_on(
+        self, job: Job, placed: list[Placed], store: Store
+    ) -> tuple[Base | None, tuple[Borrowed, ...]]:
+        """The base of a generation, and what it has to name if it loses anything."""
+        if not self._line.goes_on(job, store, self.encoding.full_every):
+            return None, ()
+        anchors = self._line.anchors(job, store) if self.encoding.lossy else ()
+        return self._base_of(job, placed, store), anchors
 
     def _base_of(self, job: Job, placed: list[Placed], store: Store) -> Base | None:
         base = self._base
-        if base is None or base.placed != placed or not _follows(job, base.job):
+        if base is None or base.placed != placed or not follows(job, base.job):
             return None
-        return base if _are_sound(base.part.borrowed, base.job, store) else None
+        return base if are_sound(base.part.borrowed, base.job, store) else None
 
     def _encoded(
         self,
@@ -220,28 +204,6 @@ class Encoder:
         self._speed.stored += laid.bytes
         self._speed.stored_s += laid.seconds
         return borrowing.written(files, blocks, lossy)
-
-
-def _follows(job: Job, before: Job) -> bool:
-    return (job.run, job.root) == (before.run, before.root) and job.step > before.step
-
-
-def _are_sound(borrowed: Sequence[Borrowed], job: Job, store: Store) -> bool:
-    """Whether a generation and those it borrows from are committed and not set apart.
-
-    Another rank may have failed, and somebody may have removed or quarantined one.
-    """
-    wanted = {**{one.folder: one.attempt for one in borrowed}, job.folder: job.attempt}
-    try:
-        there = Catalog(store).read(wanted.keys())
-    except (CkptError, OSError):
-        return False
-    return all(
-        folder in there
-        and there[folder].manifest.attempt == attempt
-        and not there[folder].set_apart
-        for folder, attempt in wanted.items()
-    )
 
 
 def _twin(

@@ -1,0 +1,110 @@
+"""How far back generations build on one another, and which is whole, as the manifests say it.
+
+Every rank reads the same manifests, so all of them start anew at the same generation, also if one
+of them was late or had not seen a commit yet. Knows jobs and manifests. Knows nothing of slabs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_ckpt.errors import CkptError
+from torch_ckpt.generations.catalog import Catalog
+from torch_ckpt.manifest.schema import Borrowed, Manifest
+from torch_ckpt.storage.store import Store
+from torch_ckpt.writer.job import Job
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 4
+"""Saves whose commit may not have been seen yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """What this rank has stored of one generation."""
+
+    job: Job
+    lenders: tuple[Borrowed, ...]
+
+
+class Line:
+    """The generations since the last one on which all of them may build."""
+
+    def __init__(self) -> None:
+        self._unseen: deque[_Share] = deque(maxlen=_REMEMBERED)
+        """Saves that nobody has been seen to commit, oldest first."""
+        self._whole: _Share | None = None
+        """The last generation that builds on nothing, on any rank, and has lost nothing."""
+        self._newest: Job | None = None
+        self._depth: int | None = None
+        """Generations since one that builds on nothing; None before the first is seen."""
+
+    def add(self, job: Job, lenders: tuple[Borrowed, ...]) -> None:
+        """This rank's share of a generation is durable, in these shards."""
+        self._unseen.append(_Share(job=job, lenders=lenders))
+        self._newest = job
+
+    def goes_on(self, job: Job, store: Store, full_every: int) -> bool:
+        """Whether a generation may build on the ones before it, after a look at their manifests."""
+        self._learn(store)
+        seen = not (self._unseen and self._unseen[-1].job is self._newest)
+        if self._newest is None or self._depth is None or not seen:
+            return False
+        return self._depth < full_every and follows(job, self._newest)
+
+    def anchors(self, job: Job, store: Store) -> tuple[Borrowed, ...]:
+        """This rank's shards in a generation that is whole; empty if none is known."""
+        whole = self._whole
+        if whole is None or not follows(job, whole.job):
+            return ()
+        return whole.lenders if are_sound(whole.lenders, whole.job, store) else ()
+
+    def _learn(self, store: Store) -> None:
+        """Take in what was committed since."""
+        if not self._unseen:
+            return
+        try:
+            there = Catalog(store).read({share.job.folder for share in self._unseen})
+        except (CkptError, OSError) as error:
+            logger.debug("nothing is built on: %s", error)
+            return
+        for share in list(self._unseen):
+            found = there.get(share.job.folder)
+            if found is not None and found.manifest.attempt == share.job.attempt:
+                self._unseen.remove(share)
+                self._pass(share, found.manifest)
+
+    def _pass(self, share: _Share, manifest: Manifest) -> None:
+        if not manifest.bases:
+            self._whole, self._depth = share, 0
+        elif self._depth is None:
+            self._depth = len(manifest.bases)  # others go back further than this rank
+        else:
+            self._depth += 1
+
+
+def follows(job: Job, before: Job) -> bool:
+    """Whether a save may build on an earlier one of this process."""
+    return (job.run, job.root) == (before.run, before.root) and job.step > before.step
+
+
+def are_sound(borrowed: Sequence[Borrowed], job: Job, store: Store) -> bool:
+    """Whether a generation and those it borrows from are committed and not set apart.
+
+    Another rank may have failed, and somebody may have removed or quarantined one.
+    """
+    wanted = {**{one.folder: one.attempt for one in borrowed}, job.folder: job.attempt}
+    try:
+        there = Catalog(store).read(wanted.keys())
+    except (CkptError, OSError):
+        return False
+    return all(
+        folder in there
+        and there[folder].manifest.attempt == attempt
+        and not there[folder].set_apart
+        for folder, attempt in wanted.items()
+    )
