@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from accelerate_ckpt.hooks import Files
 from accelerate_ckpt.loaders import Places
 from accelerate_ckpt.moment import LateRandom
+from accelerate_ckpt.unsharded import give, local_of, placed_as, waiting
 from accelerate_ckpt.wrappers import unwrapped
 from torch_ckpt import ConfigError, PerRank, StateMismatch
 
@@ -79,11 +80,15 @@ class Gradients:
     def state_dict(self) -> dict[str, Any]:
         if self._accelerator.sync_gradients:
             return {}
-        return {
-            name: parameter.grad
+        found = {
+            name: local_of(parameter.grad)
             for name, parameter in self._parameters().items()
             if parameter.grad is not None
         }
+        for number, model in enumerate(self._accelerator._models):
+            unsharded = waiting(unwrapped(model))
+            found |= {f"{number}.{name}": gradient for name, gradient in unsharded.items()}
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.loaded = state
@@ -96,7 +101,17 @@ class Gradients:
         """Give parameters the gradients that were loaded, and no others."""
         for name, parameter in self._parameters().items():
             saved = self.loaded.get(name)
-            parameter.grad = None if saved is None else saved.to(parameter.device)
+            parameter.grad = None if saved is None else placed_as(parameter, saved)
+        for number, model in enumerate(self._accelerator._models):
+            prefix = f"{number}."
+            give(
+                unwrapped(model),
+                {
+                    name.removeprefix(prefix): gradient
+                    for name, gradient in self.loaded.items()
+                    if name.startswith(prefix)
+                },
+            )
         self.loaded = {}
 
     def _parameters(self) -> dict[str, torch.nn.Parameter]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_ckpt import CheckpointPlugin, attach
 from tests.distributed.sharded_job import whole
 
-STEPS = 12
+BATCHES = 12
 
 
 class Net(nn.Module):
@@ -41,11 +41,15 @@ class Net(nn.Module):
         return self.down(self.drop(torch.relu(self.norm(self.up(x))))).squeeze(-1)
 
 
-def sharded(project: Path) -> Accelerator:
+def sharded(job: dict[str, Any]) -> Accelerator:
     """An Accelerator of FSDP2, whatever the devices."""
+    accumulation = GradientAccumulationPlugin(
+        num_steps=job.get("accumulate", 1), sync_each_batch=job.get("sync_each_batch", False)
+    )
     made = Accelerator(
         cpu=True,
-        project_config=ProjectConfiguration(str(project), automatic_checkpoint_naming=True),
+        gradient_accumulation_plugin=accumulation,
+        project_config=ProjectConfiguration(job["folder"], automatic_checkpoint_naming=True),
     )
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, reshard_after_forward=True, cpu_ram_efficient_loading=False
@@ -57,34 +61,35 @@ def sharded(project: Path) -> Accelerator:
 
 
 def main(job: dict[str, Any]) -> None:
-    """Train twelve steps from where a generation is, saving every `every`."""
+    """Train on twelve batches, or on the rest of them, saving and ending after those told."""
     torch.set_num_threads(1)
-    accelerator = sharded(Path(job["folder"]))
+    accelerator = sharded(job)
     checkpoints = attach(accelerator, CheckpointPlugin(job["root"], **job.get("plugin", {})))
     torch.manual_seed(job.get("seed", 0) + accelerator.process_index)
     with torch.random.fork_rng():
         torch.manual_seed(1)  # Accelerate shards what each rank has made; it must be the same
-        net, x = Net(), torch.randn(STEPS * 8, 6)
+        net, x = Net(), torch.randn(BATCHES * 8, 6)
     data = DataLoader(TensorDataset(x, x.sum(1)), 4, shuffle=True)
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
     net, optimizer, data, scheduler = accelerator.prepare(net, optimizer, data, scheduler)
     assert all(isinstance(parameter, DTensor) for parameter in net.parameters())
     position = checkpoints.resume()
-    began = 0 if position is None else position.step
+    began = 0 if position is None else position.batch
     print(json.dumps({"what": "start", "at": began}), flush=True)
     losses = []
-    batches = accelerator.skip_first_batches(data, position.batch) if position else data
-    for x, y in batches:
-        loss = (net(x) - y).square().mean()
-        accelerator.backward(loss)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    batches = accelerator.skip_first_batches(data, began) if began else data
+    for batch, (x, y) in enumerate(batches, began + 1):
+        with accelerator.accumulate(net):
+            loss = (net(x) - y).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
         losses.append(loss.item())
-        if checkpoints.step in job.get("save_at", ()):
+        if batch in job.get("save_at", ()):
             accelerator.save_state()
-        if checkpoints.step == job.get("kill_at"):
+        if batch == job.get("kill_at"):
             checkpoints.wait()
             accelerator.wait_for_everyone()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
-from tests.accelerate.job import Interrupted, reset, run, train
+from accelerate_ckpt import CheckpointPlugin, attach
+from tests.accelerate.job import Interrupted, committed, reset, run, train
 
 SAME = ("model", "optimizer", "random")
 MIDDLE = {"save_at": [14]}  # of 33 batches in 3 epochs
@@ -88,6 +90,26 @@ def test_ended_and_resumed_it_is_the_same_run(tmp_path: Path, name: str) -> None
 @pytest.mark.parametrize("name", SLOW)
 def test_ended_and_resumed_it_is_the_same_run_in_more_ways(tmp_path: Path, name: str) -> None:
     check_exact(tmp_path, SLOW[name])
+
+
+def test_a_save_within_an_accumulation_is_not_torn_by_the_next_backward(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    net = torch.nn.Linear(1000, 2000)  # large enough for a backward to come before it is copied
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    with attach(accelerator, CheckpointPlugin(tmp_path, on_error="raise")) as checkpoints:
+        for batch in range(6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((4, 1000), float(batch))).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            if batch == 3:
+                gradient = net.weight.grad.clone()
+            accelerator.save_state()
+        checkpoints.wait()
+        names = committed(str(tmp_path))
+        assert len(names) == 6
+        accelerator.load_state(names[3])
+        assert torch.equal(gradient, net.weight.grad)  # type: ignore[arg-type]
 
 
 def check_killed(folder: Path, case: dict[str, Any], world_size: int) -> None:
