@@ -62,12 +62,7 @@ def give(model: Any, saved: Mapping[str, torch.Tensor]) -> None:
 
 def local_of(gradient: torch.Tensor) -> torch.Tensor:
     """This rank's share of a gradient, which is all of it where nothing is sharded."""
-    if not isinstance(gradient, DTensor):
-        return gradient
-    share = gradient.to_local()
-    # One without elements has no address, so that the engine cannot tell it from the parameter's
-    # own empty share, and would take the next backward for a change of that.
-    return share if share.numel() else share.clone()
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def placed_as(parameter: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,9 @@ class Snapshot:
         if now == self._versions:
             return []
         together = zip(self._lazy, self._versions, now, strict=True)
-        return [source.name for source, then, version in together if version != then]
+        changed = [source for source, then, version in together if version != then]
+        # What has no elements has no address by which to tell who owns it, and nothing to tear.
+        return [source.name for source in changed if source.live.numel()]
 
 
 def copy_exactly(target: torch.Tensor, source: torch.Tensor) -> None:

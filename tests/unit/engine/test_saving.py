@@ -85,6 +85,16 @@ def test_sync_mode_commits_before_save_returns(tmp_path: Path) -> None:
             assert checkpointer.save({"t": torch.ones(3)}, step).state == "committed"
 
 
+def test_a_tensor_without_elements_is_never_torn(tmp_path: Path) -> None:
+    empty, parameter = torch.empty(0, 3), torch.nn.Parameter(torch.empty(0, 3))
+    state = {"empty": empty, "optimizer": torch.optim.SGD([parameter], 0.1), "model": parameter}
+    checkpointer = Checkpointer(tmp_path, fence="manual")
+    pending = checkpointer.save(state, 1)
+    empty.add_(1)  # it lies where the optimizer's own does: nowhere
+    checkpointer.close()
+    assert pending.state == "committed"
+
+
 def test_a_tensor_that_changes_before_the_fence_fails_that_save_by_name(tmp_path: Path) -> None:
     state = model_and_optimizer()
     train_step(state)
