@@ -283,11 +283,13 @@ def check_tags(tags: Iterable[str]) -> dict[str, str]:
     """Tags without reasons.
 
     Raises:
-        ConfigError: they are one text, or not text.
+        ConfigError: they are one text, or not text, or say what only a writer knows.
     """
     names = list(tags)
     if isinstance(tags, str) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f'tags must be several texts, such as ("permanent",); got {tags!r}')
+    if "lossy" in names:
+        raise ConfigError("the tag lossy says how a generation is stored; choose another word")
     return dict.fromkeys(names, "")
 
 

@@ -50,6 +50,7 @@ def tag(
         raise NoSuchThing(f"{name!r} is no tag, which is one word")
     tiers = open_tiers(root, where)
     found = tiers.pick_only(step)
+    _leave_lossy_alone(name)
     if name not in _MEANINGS:
         note(f"{name} is a mark for people only; known tags: {', '.join(_MEANINGS)}")
     lossy = found[0].generation.tags.get("lossy")
@@ -76,6 +77,7 @@ def untag(root: str, words: tuple[str, ...], *, as_json: bool, where: Where) -> 
     step, name = split_step(words, "TAG")
     tiers = open_tiers(root, where)
     found = tiers.pick_only(step)
+    _leave_lossy_alone(name)
     there = {word for one in found for word in one.generation.tags}
     if name not in there:
         listed = ", ".join(sorted(there)) or "none"
@@ -86,6 +88,14 @@ def untag(root: str, words: tuple[str, ...], *, as_json: bool, where: Where) -> 
     else:
         folder = found[0].generation.folder
         print_line(f"{folder} is no longer tagged {name}{_tiers_text(tiers, found)}")
+
+
+def _leave_lossy_alone(name: str) -> None:
+    """What is stored says whether it is lossy; without the tag it could be made permanent."""
+    if name == "lossy":
+        raise NoSuchThing(
+            "the tag lossy says how a generation is stored, so it is not yours to set"
+        )
 
 
 def _update(

@@ -139,6 +139,18 @@ def test_what_is_permanent_loses_nothing(
     assert said.count("\n") == 1
 
 
+def test_nobody_but_a_writer_says_what_is_lossy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, 2, moments="fp8")
+    for command, step in (("untag", "2"), ("tag", "1")):
+        assert run([command, str(tmp_path), step, "lossy"]) != 0
+        assert "says how a generation is stored" in capsys.readouterr().err
+    assert lossy_steps(tmp_path) == [2]
+    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ConfigError, match="lossy"):
+        checkpointer.save({"step": 3}, 3, tags=("lossy",))
+
+
 def test_a_loss_is_told_wherever_a_generation_is_looked_at(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
