@@ -172,6 +172,11 @@ class Config:
         _, rules = rules_of(self.codec, self.moments, self.lossy_delta)
         return any(rule.lossy for rule in rules)
 
+    @property
+    def builds(self) -> bool:
+        """Whether a generation may need an earlier one."""
+        return self.incremental or self.loses
+
     def block(self, asked: Block | None) -> Block:
         """When a save returns that was asked to return at `asked`.
 

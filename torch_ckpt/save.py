@@ -182,7 +182,7 @@ class Saver:
 
     def _clear_of_apart(self, request: Request, attempt: str) -> Request:
         """Save beside a generation that was set aside, or may be a base, rather than over it."""
-        again = self._config.incremental and request.step < self._newest
+        again = self._config.builds and request.step < self._newest
         lends = again and step_of_folder(request.folder) is not None
         if request.folder not in self.apart and not lends:
             return request

@@ -230,3 +230,14 @@ def test_a_permanent_second_name_of_a_lossy_step_loses_nothing(tmp_path: Path) -
     assert "lossy" not in found["second"].tags
     back = load_generation(tmp_path, folder="second")["optimizer"]["exp_avg"]
     assert torch.equal(back, state["optimizer"]["exp_avg"])
+
+
+def test_a_generation_that_a_lossy_one_names_is_not_written_again(tmp_path: Path) -> None:
+    states = training()
+    with Checkpointer(tmp_path, moments="fp8", keep=None) as checkpointer:
+        for step in (1, 2, 1):
+            checkpointer.save(next(states), step, block="committed")
+    store = LocalStore(str(tmp_path))
+    committed = Catalog(store).committed()
+    assert sorted(one.step for one in committed) == [1, 1, 2]
+    assert all(verify(store, one).ok for one in committed)
