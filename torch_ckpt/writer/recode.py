@@ -18,7 +18,7 @@ from torch_ckpt.generations.read import BlockReader
 from torch_ckpt.manifest.blocks import Extent
 from torch_ckpt.manifest.commit import collect_vote, publish_part, read_part
 from torch_ckpt.manifest.layout import shard_name
-from torch_ckpt.manifest.schema import Manifest, Part, StoredFile
+from torch_ckpt.manifest.schema import Manifest, Part, StoredFile, Vote
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.code import Coded, Coder, Speed
@@ -68,7 +68,7 @@ class Recoder:
         if not set(names) <= there.keys():
             return None
         with ThreadPoolExecutor(_READERS, thread_name_prefix="ckpt-votes") as pool:
-            found = list(pool.map(lambda name: collect_vote(self.target, folder, name), names))
+            found = list(pool.map(lambda name: self._vote(folder, name), names))
         parts, total = [], 0
         for vote in found:
             if vote is None or any(there.get(one.name) != one.bytes for one in vote[1].files):
@@ -76,6 +76,13 @@ class Recoder:
             parts.append(vote[0])
             total += sum(one.bytes for one in vote[1].files)
         return replace(manifest, parts=tuple(parts), bytes=total)
+
+    def _vote(self, folder: str, name: str) -> tuple[StoredFile, Vote] | None:
+        """What a part says, if it says the same twice: its digest is that of what was read."""
+        found = collect_vote(self.target, folder, name)
+        if self.target.capabilities.files or found is None:
+            return found
+        return found if found == collect_vote(self.target, folder, name) else None
 
     def _publish(self, folder: str, part: Part) -> None:
         arrived = BlockReader(self.target, folder, part)

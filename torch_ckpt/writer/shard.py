@@ -6,9 +6,9 @@ processes or tensors.
 
 from __future__ import annotations
 
+import functools
 import mmap
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
@@ -19,6 +19,7 @@ from torch_ckpt.manifest.digest import sha256_hex, xxh3_hex
 from torch_ckpt.manifest.layout import part_name, shard_name
 from torch_ckpt.manifest.schema import Block, Borrowed, Chunk, Part, StoredFile, TensorEntry
 from torch_ckpt.storage.store import Sink, Store
+from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.job import Job
 
 _AHEAD = 8
@@ -131,14 +132,11 @@ def _write_in_order(
     sink: Sink, header: bytes, slab: memoryview, extents: list[Extent], pool: Executor
 ) -> list[Block]:
     sink.write_at(0, memoryview(header))
+    hashing = (functools.partial(_block, len(header), slab, extent) for extent in extents)
     blocks: list[Block] = []
-    ahead: deque[Future[Block]] = deque()
-    upcoming: Iterator[Extent] = iter(extents)
-    for extent in extents:
-        while len(ahead) < _AHEAD and (following := next(upcoming, None)) is not None:
-            ahead.append(pool.submit(_block, len(header), slab, following))
+    for extent, block in zip(extents, in_order(pool, hashing, _AHEAD), strict=True):
         sink.write_at(len(header) + extent.start, slab[extent.start : extent.start + extent.bytes])
-        blocks.append(ahead.popleft().result())
+        blocks.append(block)
     return blocks
 
 
