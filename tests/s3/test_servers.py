@@ -16,8 +16,9 @@ import pytest
 from tests.s3.servers import Server, weed_program
 
 _HOLDER = """
-import sys, time
+import signal, sys, time
 from tests.s3 import servers
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 with getattr(servers, sys.argv[1])() as server:
     print(server.pid, server.endpoint_url, flush=True)
     time.sleep(60)
