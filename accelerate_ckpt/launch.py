@@ -11,6 +11,7 @@ Knows Accelerate's launcher. Knows nothing of saving.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -44,12 +45,13 @@ def launch(arguments: Sequence[str]) -> None:
     _refuse(parsed)
     variables: dict[str, str] = {}
     path = parsed.config_file or (default_config_file if not parsed.cpu else None)
-    with tempfile.TemporaryDirectory(prefix="accelerate-ckpt-") as scratch:
+    with contextlib.ExitStack() as ends:
         if path is not None and Path(path).is_file():
             rest, section = split(read_document(Path(path)))
             if section is not None:
                 variables |= environment(section, where=f"ckpt_config of {path}")
-                parsed.config_file = str(Path(scratch, "accelerate.yaml"))
+                scratch = tempfile.TemporaryDirectory(prefix="accelerate-ckpt-")
+                parsed.config_file = str(Path(ends.enter_context(scratch), "accelerate.yaml"))
                 Path(parsed.config_file).write_text(yaml.safe_dump(rest), encoding="utf-8")
         own = given.pop("config_file", None)
         if own is not None:
