@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +21,9 @@ from accelerate_ckpt import CheckpointPlugin, CkptProjectConfiguration, attach
 from accelerate_ckpt.stock import StockIncomplete
 from accelerate_ckpt.version import check_version
 from tests.accelerate.job import committed, number_of, reset, run
-from torch_ckpt import ConfigError, GenerationNotFound, KeepLast, NothingUsable, StateMismatch
+from torch_ckpt import ConfigError, GenerationNotFound, NothingUsable, StateMismatch
 
-
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in list(os.environ):
-        if name.startswith(("ACCELERATE_CKPT", "ACCELERATE_USE_CKPT")):
-            monkeypatch.delenv(name)
-    reset()
-    yield
-    reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 class Run:
@@ -280,42 +271,6 @@ def test_a_stock_folder_without_a_ranks_file_or_a_part_is_explained(tmp_path: Pa
     job.checkpoints.close()
 
 
-# ── options ───────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_plugin_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "ROOT": "runs/7",
-        "EVERY": "500",
-        "KEEP": "last=2",
-        "RESUME": "never",
-    }.items():
-        monkeypatch.setenv(f"ACCELERATE_CKPT_{name}", value)
-    plugin = CheckpointPlugin(every=7)
-    assert (plugin.root, plugin.every, plugin.resume) == ("runs/7", 7, "never")
-    assert plugin.keep == KeepLast(2)
-    assert CheckpointPlugin.from_environment() is None
-    monkeypatch.setenv("ACCELERATE_USE_CKPT", "true")
-    assert CheckpointPlugin.from_environment() == CheckpointPlugin()
-    monkeypatch.setenv("ACCELERATE_CKPT_EVERY", "often")
-    with pytest.raises(ConfigError, match="ACCELERATE_CKPT_EVERY='often'"):
-        CheckpointPlugin()
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"resume": "maybe"}, "resume must be 'auto' or 'never'"),
-        ({"every": -1}, "every must be a whole number"),
-        ({"keep": "some"}, "not a retention rule"),
-        ({"storage_options": 3}, "storage_options must map"),
-    ],
-)
-def test_bad_options_are_refused_by_name(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        CheckpointPlugin(**options)
-
-
 def test_the_project_configuration_carries_the_plugin(tmp_path: Path) -> None:
     plugin = CheckpointPlugin(root=tmp_path / "elsewhere")
     configuration = CkptProjectConfiguration(project_dir=str(tmp_path), ckpt=plugin)
@@ -324,11 +279,6 @@ def test_the_project_configuration_carries_the_plugin(tmp_path: Path) -> None:
         assert checkpoints.root == str(tmp_path / "elsewhere")
         assert attach(accelerator) is checkpoints
     assert accelerator.save_state.__self__ is accelerator  # its own again
-
-
-def test_without_a_place_to_save_the_options_are_named() -> None:
-    with pytest.raises(ConfigError, match="ACCELERATE_CKPT_ROOT"):
-        attach(Accelerator(cpu=True))
 
 
 def test_a_codec_the_engine_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -358,9 +308,6 @@ def test_an_untested_accelerate_gets_a_warning_with_the_range_and_a_changed_one_
     monkeypatch.setattr(Accelerator, "save_state", lambda self, where: None)
     with pytest.raises(ConfigError, match=r"save_state\(output_dir\) has become \(where\)"):
         check_version()
-
-
-# ── ranks ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def lonely(job: dict[str, Any]) -> None:
