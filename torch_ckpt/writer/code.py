@@ -50,6 +50,17 @@ class Speed:
     coded_s: float = 0.0
     """Of one core."""
 
+    def note_coded(self, coded: Coded) -> None:
+        """A block has been through a codec, or past all of them."""
+        if coded.seconds:
+            self.coded += coded.extent.bytes
+            self.coded_s += coded.seconds
+
+    def note_stored(self, size: int, seconds: float) -> None:
+        """So many bytes have been written."""
+        self.stored += size
+        self.stored_s += seconds
+
     def pays(self, ratio: float) -> bool:
         """Whether blocks that become `ratio` times smaller are durable sooner."""
         if ratio < _PAYS:
@@ -58,6 +69,47 @@ class Speed:
             return True  # nothing is known yet
         storage, coding = self.stored / self.stored_s, _CORES * self.coded / self.coded_s
         return max(1 / coding, 1 / (ratio * storage)) < 1 / storage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lossless:
+    """Codes blocks so that they come back bit for bit, where that pays."""
+
+    speed: Speed
+    deltas: bool = True
+    """Whether blocks may be stored as what differs from a base's."""
+
+    def encode(
+        self,
+        extent: Extent,
+        raw: memoryview,
+        dtype: str,
+        wanted: str,
+        before: memoryview | None = None,
+    ) -> Coded:
+        """What is stored of a block: raw, zstd or auto is `wanted`, `before` a base to build on."""
+        codec, began = self._choose(raw, dtype, wanted, before), time.thread_time()
+        stream, seconds = None, 0.0
+        if codec != "raw":
+            against = before if codec == "delta" else None
+            stream = codec_named(codec).encode(raw, dtype=dtype, base=against)
+            seconds = time.thread_time() - began
+        if stream is None or len(stream) >= len(raw):
+            return Coded(extent, xxh3_hex(raw), raw, sha256_hex(raw), seconds=seconds)
+        digest = sha256_hex(stream)
+        return Coded(extent, xxh3_hex(raw), stream, digest, codec, seconds=seconds)
+
+    def _choose(self, raw: memoryview, dtype: str, wanted: str, before: memoryview | None) -> str:
+        """The codec for a block, from a sample of it; raw where none pays."""
+        ratios = {"raw": 1.0}
+        if wanted != "raw":
+            ratios["zstd"] = codec_named("zstd").estimate(raw, dtype=dtype)
+        if before is not None and self.deltas:
+            ratio = codec_named("delta").estimate(raw, dtype=dtype, base=before)
+            ratios["delta"] = ratio / _DELTA_PAYS
+        name = max(ratios, key=lambda name: ratios[name])
+        pays = self.speed.pays(ratios[name]) if wanted == "auto" else True
+        return name if pays else "raw"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +124,7 @@ class Coder:
     """XXH3 of its blocks, as they are stored."""
     default: str
     rules: Sequence[Rule]
-    speed: Speed
-    deltas: bool = True
-    """Whether blocks may be stored as what differs from the base's."""
+    lossless: Lossless
 
     def work(
         self, placed: Sequence[Placed], extents: Sequence[Extent]
@@ -111,23 +161,8 @@ class Coder:
                 return Coded(extent, self.digests[number])
         if rule.lossy and (coded := self._lossy(extent, raw, dtype, rule, before)) is not None:
             return coded
-        return self.encode(extent, raw, dtype, rule, before)
-
-    def encode(
-        self, extent: Extent, raw: memoryview, dtype: str, rule: Rule, before: memoryview | None
-    ) -> Coded:
-        """What is stored of a block without loss, `before` being a base that it may be built on."""
-        codec = self._lossless(raw, dtype, before, rule)
-        if codec == "raw":
-            return Coded(extent, xxh3_hex(raw), raw, sha256_hex(raw))
-        began = time.thread_time()
-        against = before if codec == "delta" else None
-        stream = codec_named(codec).encode(raw, dtype=dtype, base=against)
-        seconds = time.thread_time() - began
-        if stream is None or len(stream) >= len(raw):
-            return Coded(extent, xxh3_hex(raw), raw, sha256_hex(raw), seconds=seconds)
-        digest = sha256_hex(stream)
-        return Coded(extent, xxh3_hex(raw), stream, digest, codec, seconds=seconds)
+        wanted = self.default if rule.lossy else rule.codec
+        return self.lossless.encode(extent, raw, dtype, wanted, before)
 
     def _lossy(
         self, extent: Extent, raw: memoryview, dtype: str, rule: Rule, before: memoryview | None
@@ -152,19 +187,6 @@ class Coder:
             lost_by=str(rule),
             seconds=time.thread_time() - began,
         )
-
-    def _lossless(self, raw: memoryview, dtype: str, before: memoryview | None, rule: Rule) -> str:
-        """The codec for a block, from a sample of it; raw where none pays."""
-        wanted = self.default if rule.lossy else rule.codec
-        ratios = {"raw": 1.0}
-        if wanted != "raw":
-            ratios["zstd"] = codec_named("zstd").estimate(raw, dtype=dtype)
-        if before is not None and self.deltas:
-            ratio = codec_named("delta").estimate(raw, dtype=dtype, base=before)
-            ratios["delta"] = ratio / _DELTA_PAYS
-        name = max(ratios, key=lambda name: ratios[name])
-        pays = self.speed.pays(ratios[name]) if wanted == "auto" else True
-        return name if pays else "raw"
 
 
 def equal(one: memoryview, other: memoryview) -> bool:

@@ -18,7 +18,7 @@ from torch_ckpt.manifest.schema import Block, Borrowed
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.borrow import Base, Borrowing, lenders
-from torch_ckpt.writer.code import Coded, Coder, Speed, equal
+from torch_ckpt.writer.code import Coded, Coder, Lossless, Speed, equal
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.lay import Laid
 from torch_ckpt.writer.line import Line, are_sound, follows
@@ -101,9 +101,8 @@ class Encoder:
             base=None if base is None else base.slab,
             digests=[] if base is None else [block.xxh3 for block in base.part.blocks],
             default="raw" if plain else self.encoding.codec,
-            deltas=not plain,
             rules=rules,
-            speed=self._speed,
+            lossless=Lossless(speed=self._speed, deltas=not plain),
         )
         work, borrowing = coder.work(placed, extents), Borrowing(base, anchors)
         written = self._encoded(job, coder, work, store, pool, borrowing)
@@ -184,9 +183,7 @@ class Encoder:
         seen: dict[tuple[str, int], tuple[Extent, Block]] = {}
         try:
             for number, coded in enumerate(in_order(pool, work, _AHEAD)):
-                if coded.seconds:
-                    self._speed.coded += coded.extent.bytes
-                    self._speed.coded_s += coded.seconds
+                self._speed.note_coded(coded)
                 block = None if coded.lost_by else _twin(coded, coder.slab, seen)
                 if block is None and coded.data is None:
                     block = borrowing.same(number)
@@ -201,8 +198,7 @@ class Encoder:
         except BaseException:
             laid.abandon()
             raise
-        self._speed.stored += laid.bytes
-        self._speed.stored_s += laid.seconds
+        self._speed.note_stored(laid.bytes, laid.seconds)
         return borrowing.written(files, blocks, lossy)
 
 

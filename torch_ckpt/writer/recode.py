@@ -21,9 +21,8 @@ from torch_ckpt.manifest.layout import shard_name
 from torch_ckpt.manifest.schema import Manifest, Part, StoredFile, Vote
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.ahead import in_order
-from torch_ckpt.writer.code import Coded, Coder, Speed
+from torch_ckpt.writer.code import Coded, Lossless, Speed
 from torch_ckpt.writer.lay import Laid
-from torch_ckpt.writer.rules import Rule
 
 _AHEAD = 6
 """Blocks read and encoded ahead of the one that is sent."""
@@ -102,26 +101,16 @@ class Recoder:
             for coded in self._coded(reader):
                 self.pace(len(coded.data or b""))
                 blocks.append(laid.add(coded))
-                self._speed.coded += coded.extent.bytes if coded.seconds else 0
-                self._speed.coded_s += coded.seconds
+                self._speed.note_coded(coded)
             files = laid.finish()
         except BaseException:
             laid.abandon()
             raise
-        self._speed.stored += laid.bytes
-        self._speed.stored_s += laid.seconds
+        self._speed.note_stored(laid.bytes, laid.seconds)
         return replace(part, files=files, blocks=tuple(blocks))
 
     def _coded(self, reader: BlockReader) -> Iterator[Coded]:
-        coder = Coder(
-            slab=memoryview(b""),
-            base=None,
-            digests=(),
-            default=self.codec,
-            rules=(),
-            speed=self._speed,
-        )
-        rule, dtypes = Rule("*", self.codec), _dtypes(reader)
+        lossless, dtypes = Lossless(speed=self._speed), _dtypes(reader)
 
         def code(index: int) -> Coded:
             block = reader.part.blocks[index]
@@ -129,7 +118,7 @@ class Recoder:
             if len(raw) != block.raw_bytes:
                 raise StorageError(f"{reader.url_of(block)} gave {len(raw)} bytes for a block")
             extent = Extent(reader.starts[index], block.raw_bytes)
-            return coder.encode(extent, raw, dtypes[index], rule, None)
+            return lossless.encode(extent, raw, dtypes[index], self.codec)
 
         work = (functools.partial(code, index) for index in range(len(reader.part.blocks)))
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="ckpt-recode") as pool:
