@@ -14,7 +14,7 @@ import torch
 
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.export import Exported, to_safetensors
-from torch_ckpt.export_accelerate import lay_out, new_folder, python_and_numpy, size_of
+from torch_ckpt.export_folder import lay_out, new_folder, python_and_numpy, size_of
 from torch_ckpt.load import Opened, load_fresh
 from torch_ckpt.staging.documents import names_in
 
