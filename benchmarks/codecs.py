@@ -19,7 +19,7 @@ from codecs_saves import COLUMNS as SAVES_COLUMNS
 from codecs_saves import cells as saves_cells
 from codecs_saves import measure_saves
 from machine import machine_facts, machine_line
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict
 
 from torch_ckpt.codecs.codec import Codec
@@ -68,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(SAVES_COLUMNS, [saves_cells(name, row) for name, row in saves.items()])
     print(NOTES)
     verdicts = [*judge(rows), *judge_saves(saves)]
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
     if options.json:
         facts |= {"losses": losses}
         write(options.json, facts, rows | saves, verdicts, quick=options.quick)

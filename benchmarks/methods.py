@@ -26,7 +26,7 @@ import torch
 from codecs_job import sources
 from machine import machine_facts, machine_line
 from methods_job import METHODS, Job, Sizes, live, measure, trained_until, writer_of
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict
 
 SAVED = Sizes(width=256, layers=5, every=4)
@@ -91,10 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(COLUMNS, [_cells(row) for row in rows.values()])
     print(NOTES)
     verdicts = judge(rows)
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
     if options.json:
         write(options.json, facts, rows, verdicts, quick=options.quick)
     return 0

@@ -17,7 +17,7 @@ from typing import Any
 from machine import machine_facts, machine_line
 from planning_job import plan_for_real, simulate_dcp, simulate_ours
 from ranks import run_ranks
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict
 
 LATER_S = 0.05
@@ -55,10 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts = judge(rows)
     show(COLUMNS, [cells for row in rows.values() for cells in _cells(row)])
     print(NOTES)
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
     if options.json:
         write(options.json, facts, rows, verdicts, quick=options.quick)
     return 0

@@ -21,7 +21,7 @@ from typing import Any
 from machine import machine_facts, machine_line
 from ranks import run_ranks
 from reshard_job import FULL, QUICK, Loaded, Sharding, Side, Size, flips, load_once, save_both
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict
 
 SIDES: tuple[Side, Side] = ("ours", "dcp")
@@ -214,10 +214,7 @@ def _present(rows: dict[str, dict[str, Any]], verdicts: list[Verdict]) -> None:
         break
     show(COLUMNS, [_cells(row, side) for row in rows.values() for side in SIDES])
     print(NOTES)
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
 
 
 def _cells(row: dict[str, Any], side: Side) -> list[str]:

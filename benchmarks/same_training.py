@@ -20,7 +20,7 @@ from typing import Any
 from machine import machine_facts, machine_line
 from same_training_job import LOSSLESS, Plan, measure
 from same_training_plot import Group, drawn
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict
 
 # A chain is a whole generation and 8 changes: each point is the end of one, 8 lossy links long.
@@ -63,10 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     show(COLUMNS, [_cells(row) for row in rows.values()])
     print(NOTES)
     verdicts = judge(rows)
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
     if options.svg:
         options.svg.write_text(_plot(rows, plan))
     if options.json:

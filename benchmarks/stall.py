@@ -23,7 +23,7 @@ from typing import Any
 
 from machine import MARKER, MemoryWatch, machine_facts, machine_line
 from row import ROWS
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict, judge
 
 HERE = Path(__file__).resolve().parent
@@ -147,10 +147,7 @@ def _present(rows: dict[str, dict[str, Any]], verdicts: Iterable[Verdict]) -> No
         print(f"state {size / 1e9:.3f} GB of fp32 weights and AdamW moments; step ≤ {step:.2f} s")
     show(COLUMNS, [_cells(name, row) for name, row in rows.items()])
     print(NOTES)
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
 
 
 if __name__ == "__main__":

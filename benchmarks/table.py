@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,14 @@ def show(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     for line in lines:
         table.add_row(*map(escape, line))
     Console().print(table)
+
+
+def show_verdicts(verdicts: Iterable[Verdict]) -> None:
+    """What was promised beside what came out."""
+    show(
+        ["target", "measured", "verdict", "from"],
+        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
+    )
 
 
 def write(

@@ -25,7 +25,7 @@ from typing import Any
 
 from machine import machine_facts, machine_line
 from restart import restarts
-from table import show, write
+from table import show, show_verdicts, write
 from targets import Verdict
 from tiers_job import TINY, TINY_BYTES
 from tiers_judge import DIRECTIONS, judge, of_size
@@ -249,10 +249,7 @@ def _present(
         ]
         show(columns, lines)
         print("start: imports of Python and torch; resume: find, read, verify, fill")
-    show(
-        ["target", "measured", "verdict", "from"],
-        [[v.target, v.measured, v.verdict, v.detail] for v in verdicts],
-    )
+    show_verdicts(verdicts)
     sys.stdout.flush()
 
 
