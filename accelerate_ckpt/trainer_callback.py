@@ -17,7 +17,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from torch_ckpt import Checkpointer, CkptError, ConfigError, KeepBest, KeepLast, Retention
+from torch_ckpt import (
+    Checkpointer,
+    CkptError,
+    ConfigError,
+    EncodingOptions,
+    KeepBest,
+    KeepLast,
+    Retention,
+)
 
 try:
     import transformers
@@ -27,7 +35,7 @@ except ImportError as error:
         "TrainerCheckpoint needs Transformers: pip install 'torch-ckpt[transformers]'"
     ) from error
 
-from typing_extensions import Self, override
+from typing_extensions import Self, Unpack, override
 
 from accelerate_ckpt.plugin import rule_of
 from accelerate_ckpt.trainer_run import Run, SteppedBack
@@ -53,12 +61,6 @@ _ENGINE_OPTIONS = (
     "commit_timeout_s",
     "allow_pickle",
     "storage_options",
-    "codec",
-    "archive_codec",
-    "moments",
-    "lossy_delta",
-    "incremental",
-    "full_every",
 )
 
 
@@ -90,8 +92,7 @@ class TrainerCheckpoint(TrainerCallback):
         storage_options: for fsspec, where `root` is a URL.
         keep_archive, permanent_every, archive_options, archive_timeout_s, bandwidth_limit: of the
             archive, as in `torch_ckpt.Checkpointer`.
-        codec, archive_codec, moments, lossy_delta, incremental, full_every: how generations are
-            made smaller, as there.
+        encoding: `codec`, `incremental` and the others that make generations smaller, as there.
 
     Raises:
         ConfigError: an option cannot be used, or (by the Trainer) a way of distributing.
@@ -121,15 +122,10 @@ class TrainerCheckpoint(TrainerCallback):
         archive_options: Mapping[str, Any] | None = None,
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
-        codec: str | Mapping[str, str] = "raw",
-        archive_codec: Literal["raw", "zstd", "auto"] = "raw",
-        moments: Literal["fp8"] | None = None,
-        lossy_delta: float | Mapping[str, float] | None = None,
-        incremental: bool = False,
-        full_every: int = 8,
+        **encoding: Unpack[EncodingOptions],
     ) -> None:
         given = locals()
-        self._engine_options = {name: given[name] for name in _ENGINE_OPTIONS}
+        self._engine_options = {**{name: given[name] for name in _ENGINE_OPTIONS}, **encoding}
         for name, value, choices in (
             ("resume", resume, ("auto", "never")),
             ("skip", skip, ("exact", "fast")),
