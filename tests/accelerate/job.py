@@ -6,7 +6,6 @@ finished run to a file. Run it again after a kill, with the same dictionary.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import logging
@@ -32,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_ckpt import CheckpointPlugin, attach
+from tests.tensors import digest_of, tensors_in
 
 # What Accelerate and torch import late, so that forked processes find it imported.
 for name in ("torch._dynamo", "torch.distributed.checkpoint", "torch_ckpt.checkpointer"):
@@ -215,24 +215,6 @@ def committed(root: str) -> list[str]:
 
 def number_of(folder: Path) -> int:
     return int(json.loads((folder / "manifest.json").read_text())["step"])
-
-
-def digest_of(tensors: list[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 def main(job: dict[str, Any]) -> None:

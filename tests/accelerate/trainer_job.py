@@ -6,7 +6,6 @@ that several runs cost one import of Transformers.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from transformers import (
 )
 
 from accelerate_ckpt import TrainerCheckpoint
+from tests.tensors import digest_of, tensors_in
 from torch_ckpt import Checkpointer
 
 SAMPLES, LENGTH, WORDS = 22, 6, 16
@@ -189,23 +189,6 @@ def usable(root: Any) -> list[int]:
     """Those that a resume would look at, newest first."""
     with Checkpointer(root, distributed=False) as alone:
         return [one.step for one in alone.generations() if not one.tags.keys() & {"aside"}]
-
-
-def digest_of(tensors: list[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 # ── processes ─────────────────────────────────────────────────────────────────────────────────

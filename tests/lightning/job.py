@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ckpt import CheckpointCallback, TwoBufferCheckpointIO
+from tests.tensors import digest_of, tensors_in
 
 SAMPLES, BATCH = 64, 8
 STEPS_A_EPOCH = SAMPLES // BATCH
@@ -104,25 +105,11 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "model": trainer.lightning_module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
     }
-    digest = hashlib.sha256()
-    for tensor in tensors_in(state):
-        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
     return {
         "step": trainer.global_step,
-        "digest": digest.hexdigest(),
+        "digest": digest_of(tensors_in(state)),
         "rng": hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
     }
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    return []
 
 
 # ── the script ────────────────────────────────────────────────────────────────────────────────
