@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -31,6 +30,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_ckpt import CheckpointPlugin, attach
+from tests.ports import free_port
 from tests.tensors import digest_of, tensors_in
 
 # What Accelerate and torch import late, so that forked processes find it imported.
@@ -270,9 +270,7 @@ def start_ranks(job: dict[str, Any], world_size: int) -> list[Running]:
     """Start a job as torchrun would: a process a rank; one rank has no process group."""
     if world_size == 1:
         return [Running(job)]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return [
         Running(
             job,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate_ckpt.cli import main
 from accelerate_ckpt.launch import take_ours
 from tests.examples.running import EXAMPLES, output, until
+from tests.ports import free_port
 from torch_ckpt import ConfigError
 
 DIGITS = EXAMPLES / "accelerate_digits.py"
@@ -48,12 +48,6 @@ def digits(project: Path, *more: object) -> list[object]:
 
 def weights(out: str) -> str:
     return next(line for line in out.splitlines() if line.startswith("weights"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def committed(root: Path) -> int:

@@ -11,7 +11,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ from transformers import (
 )
 
 from accelerate_ckpt import TrainerCheckpoint
+from tests.ports import free_port
 from tests.tensors import digest_of, tensors_in
 from torch_ckpt import Checkpointer
 
@@ -246,9 +246,7 @@ def _env(ranks: int) -> dict[str, str]:
     """What torchrun would set, but for the rank."""
     if ranks == 1:
         return {}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     return {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.ports import free_port
 
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.distributed.preload"])
@@ -27,9 +28,7 @@ def run_ranks(
     """Call `function(rank, *args)` on every rank; each rank's result, or its exception."""
     folder.mkdir(exist_ok=True)
     jobs = []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for rank in range(world_size):
         job = folder / f"rank-{rank}.job"
         job.write_bytes(pickle.dumps((function.__module__, function.__name__, args)))

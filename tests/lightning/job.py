@@ -13,7 +13,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -28,6 +27,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ckpt import CheckpointCallback, TwoBufferCheckpointIO
+from tests.ports import free_port
 from tests.tensors import digest_of, tensors_in
 
 SAMPLES, BATCH = 64, 8
@@ -223,9 +223,7 @@ def run(job: dict[str, Any], **env: str) -> Done:
 
 def run_ranks(job: dict[str, Any], world_size: int = 2) -> list[Done]:
     """Run a job as torchrun would: a process a rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         Running(
             job,
@@ -242,6 +240,14 @@ def run_ranks(job: dict[str, Any], world_size: int = 2) -> list[Done]:
         for rank in range(world_size)
     ]
     return [rank.wait() for rank in ranks]
+
+
+def check_codes(done: list[Done], code: int) -> None:
+    """Every rank ended so. If one did not, what all of them said: the others may know why."""
+    logs = "\n".join(
+        f"── rank {rank}: {one.code}\n{one.log[-4000:]}" for rank, one in enumerate(done)
+    )
+    assert all(one.code == code for one in done), logs
 
 
 def _redirected(job: dict[str, Any], out: str, log: str, env: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.lightning.job import Done, committed, run, run_ranks
+from tests.lightning.job import check_codes, committed, run, run_ranks
 
 
 def job_in(folder: Path, name: str = "run", **changed: Any) -> dict[str, Any]:
@@ -87,11 +87,6 @@ def test_a_finished_run_that_is_started_again_trains_nothing(
 # ── two ranks ─────────────────────────────────────────────────────────────────────────────────
 
 DDP = {"max_epochs": 3, "devices": 2, "strategy": "ddp"}
-
-
-def check_codes(done: list[Done], code: int) -> None:
-    for rank in done:
-        assert rank.code == code, rank.log
 
 
 def test_two_ranks_killed_and_started_again_end_bitwise_the_same(tmp_path: Path) -> None:

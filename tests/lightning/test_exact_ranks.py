@@ -5,6 +5,7 @@ Run as a module, this file is one rank of the job.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -29,7 +30,8 @@ DDP_CASES = {
 
 def test_two_ranks_each_resume_their_own_place(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # By its own name a machine may be reached at an address that nothing answers.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*command, "-m", "tests.lightning.test_exact_ranks", str(tmp_path)],
         cwd=ROOT,
@@ -53,6 +55,7 @@ def test_two_ranks_each_resume_their_own_place(tmp_path: Path) -> None:
 def ddp_rank(folder: Path) -> None:
     """What one rank of the DDP job does: every case, whole, interrupted and resumed."""
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(200)  # where it stands, when the test is about to give up
     rank = int(os.environ["RANK"])
     several = {"strategy": "ddp", "devices": 2}
     results: dict[str, list[dict]] = {}

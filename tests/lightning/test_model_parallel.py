@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_ckpt import CheckpointCallback, read_checkpoint
 from lightning_ckpt.paths import as_text
 from tests.distributed.sharded_job import equal
-from tests.lightning.job import Done, committed, run_ranks
+from tests.lightning.job import check_codes, committed, run_ranks
 from torch_ckpt import ConfigError
 
 
@@ -35,11 +35,6 @@ def train(job: dict[str, Any], ranks: int = 2) -> list[dict[str, Any]]:
     """What came out of a run, of every rank."""
     check_codes(run_ranks(job, ranks), 0)
     return [torch.load(f"{job['out']}.{rank}") for rank in range(ranks)]
-
-
-def check_codes(done: list[Done], code: int) -> None:
-    for rank in done:
-        assert rank.code == code, rank.log[-4000:]
 
 
 def assert_same(left: list[dict[str, Any]], right: list[dict[str, Any]]) -> None:
