@@ -7,7 +7,7 @@ and the schema. Knows nothing of tensors in memory, of other generations or of r
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -15,7 +15,8 @@ from torch_ckpt.errors import FormatError, IntegrityError, StorageError
 from torch_ckpt.manifest.digest import sha256_hex
 from torch_ckpt.manifest.layout import LATEST, MANIFEST, part_name
 from torch_ckpt.manifest.parse import parse_manifest, parse_part
-from torch_ckpt.manifest.schema import Manifest, Part, StoredFile, Vote
+from torch_ckpt.manifest.schema import Chunk, Manifest, Part, StoredFile, Vote
+from torch_ckpt.manifest.tiling import tiles
 from torch_ckpt.manifest.vote import vote_in
 from torch_ckpt.storage.store import Store
 
@@ -212,30 +213,42 @@ def _check_own(part: Part, file: str) -> None:
         if stored > whole or (part.world_size == 1 and stored < whole):
             reason = f"tensor {tensor.name!r} has {whole} elements, its chunks {stored}"
             raise FormatError(file=file, reason=reason)
+        if stored == whole:
+            _check_tiled(tensor.name, tensor.shape, tensor.chunks, file)
 
 
 def _check_tensors(parts: Sequence[Part], file: str) -> None:
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    elements: Counter[str] = Counter()
+    chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
     for part in parts:
         for tensor in part.tensors:
             kind = (tensor.dtype, tensor.shape)
             if kinds.setdefault(tensor.name, kind) != kind:
                 reason = f"tensor {tensor.name!r} has another dtype or shape on rank {part.rank}"
                 raise FormatError(file=file, reason=reason)
-            elements[tensor.name] += sum(math.prod(chunk.shape) for chunk in tensor.chunks)
+            chunks[tensor.name] += tensor.chunks
     for name, (_, shape) in kinds.items():
-        if elements[name] != math.prod(shape):
+        stored, whole = sum(math.prod(chunk.shape) for chunk in chunks[name]), math.prod(shape)
+        if stored != whole:
             reason = (
-                f"tensor {name!r} has {math.prod(shape)} elements, its chunks {elements[name]}: "
+                f"tensor {name!r} has {whole} elements, its chunks {stored}: "
                 "it is not stored whole, or more than once"
             )
             raise FormatError(file=file, reason=reason)
+        _check_tiled(name, shape, chunks[name], file)
     for part in parts:
         for alias, target in part.aliases.items():
             if target not in kinds or alias in kinds:
                 reason = f"alias {alias!r} leads to {target!r}, which is no tensor"
                 raise FormatError(file=file, reason=reason)
+
+
+def _check_tiled(name: str, shape: Sequence[int], chunks: Sequence[Chunk], file: str) -> None:
+    """Check that chunks with as many elements as the tensor hold each of them."""
+    # One chunk as large as the tensor is the tensor: parsing saw that it lies inside.
+    if len(chunks) > 1 and not tiles(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
+        reason = f"tensor {name!r} has chunks that overlap, and elements that no chunk holds"
+        raise FormatError(file=file, reason=reason)
 
 
 def update_tags(

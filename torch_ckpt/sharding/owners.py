@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from torch_ckpt.sharding.tiling import tiled
 from torch_ckpt.staging.sharded import Box
 
 SMALL_BYTES = 1 << 20
@@ -60,10 +61,17 @@ class Found:
     """By rank, the bytes that only it holds."""
     elements: list[int]
     """By tensor, of all different boxes together."""
+    tiled: list[bool]
+    """By tensor, whether the different boxes hold each of its elements, and no two the same."""
 
 
 def claims(
-    held: Held, dims: Sequence[int], itemsizes: Sequence[int], *, rank: int, world_size: int
+    held: Held,
+    shapes: Sequence[Sequence[int]],
+    itemsizes: Sequence[int],
+    *,
+    rank: int,
+    world_size: int,
 ) -> Found:
     """The different boxes, in an order that all ranks agree on, as `rank` needs them.
 
@@ -71,6 +79,7 @@ def claims(
     ranks hold a million boxes: only those that this rank may come to write become objects.
     """
     table = _distinct(held)
+    dims = [len(shape) for shape in shapes]
     elements = np.zeros(len(dims), dtype=np.int64)
     np.add.at(elements, table.tensor, table.elements)
     wanted = table.elements > 0
@@ -87,6 +96,7 @@ def claims(
         _made(table, np.flatnonzero(wanted & ~alone), sizes, dims),
         loads.tolist(),
         elements.tolist(),
+        tiled(table.tensor, table.boxes, shapes),
     )
 
 

@@ -177,10 +177,10 @@ class Planner:
         self, flat: Flat, shared: list[str], held: Mapping[str, Box], exchange: Exchange
     ) -> Found:
         if not flat.sharded:
-            return Found([], [], [0] * self._world_size, [])
+            return Found([], [], [0] * self._world_size, [], [])
         positions = {name: index for index, name in enumerate(shared)}
         # A rank outside of a tensor's mesh has a local tensor of other dimensions.
-        dims = [flat.sharded.get(name, flat.tensors[name]).dim() for name in shared]
+        shapes = [tuple(flat.sharded.get(name, flat.tensors[name]).shape) for name in shared]
         most = max(tensor.dim() for tensor in flat.sharded.values())
         rows = [
             [positions[name], *_padded(box.offsets, most, 0), *_padded(box.shape, most, 1)]
@@ -192,13 +192,14 @@ class Planner:
         ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
         found = claims(
             Held(everything[:, 0], ranks, everything[:, 1:]),
-            dims,
+            shapes,
             [flat.tensors[name].itemsize for name in shared],
             rank=self._rank,
             world_size=self._world_size,
         )
         for name, tensor in flat.sharded.items():
-            _check_whole(name, tensor.shape, found.elements[positions[name]])
+            at = positions[name]
+            _check_whole(name, tensor.shape, found.elements[at], tiled=found.tiled[at])
         return found
 
 
@@ -206,8 +207,15 @@ def _padded(values: tuple[int, ...], size: int, filler: int) -> list[int]:
     return [*values, *[filler] * (size - len(values))]
 
 
-def _check_whole(name: str, shape: torch.Size, elements: int) -> None:
+def _check_whole(name: str, shape: torch.Size, elements: int, *, tiled: bool) -> None:
     """Boxes of all ranks together make every tensor whole."""
+    if elements == shape.numel() and not tiled:
+        raise UnsupportedState(
+            key=name,
+            what="a DTensor of which ranks hold some elements in several different boxes, and "
+            "others in none",
+            remedy="give it the same mesh and placements on every rank",
+        )
     if elements != shape.numel():
         raise UnsupportedState(
             key=name,

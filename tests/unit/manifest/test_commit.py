@@ -23,7 +23,7 @@ from torch_ckpt.manifest.commit import (
     read_parts,
     update_tags,
 )
-from torch_ckpt.manifest.schema import Manifest, Part, Vote
+from torch_ckpt.manifest.schema import Chunk, Manifest, Part, TensorEntry, Vote
 from torch_ckpt.storage.local import LocalStore
 from torch_ckpt.storage.store import Store
 
@@ -173,6 +173,48 @@ def test_parts_that_do_not_belong_together_are_refused(
     with pytest.raises(FormatError) as caught:
         check_parts(*change(committed.manifest, parts), "the-manifest")
     assert says in str(caught.value)
+
+
+def in_rows(part: Part, rows: list[tuple[int, int]], shape: tuple[int, int]) -> Part:
+    """A part that holds these rows, by their first and their number, of one tensor."""
+    chunks = tuple(
+        Chunk(offsets=(first, 0), shape=(count, shape[1]), start=0) for first, count in rows
+    )
+    return replace(
+        part, tensors=(TensorEntry(name="t", dtype="uint8", shape=shape, chunks=chunks),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ([(0, 2), (4, 2)], [(2, 2), (4, 2)]),  # rows 4 and 5 twice, 6 and 7 never
+        ([(0, 5)], [(4, 3)]),
+        ([(1, 4)], [(0, 3), (7, 1)]),
+        ([(0, 4), (0, 4)], []),
+    ],
+)
+def test_chunks_that_overlap_and_leave_as_much_out_are_refused(
+    store: Store, first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
+    committed = samples.commit(store, 5, ranks=2)
+    one, other = read_parts(store, committed.folder, committed.manifest)
+    for parts in ([one, other], [other, one]):
+        torn = [in_rows(parts[0], first, (8, 3)), in_rows(parts[1], second, (8, 3))]
+        with pytest.raises(FormatError, match="tensor 't' has chunks that overlap"):
+            check_parts(committed.manifest, torn, "the-manifest")
+    whole = [in_rows(one, [(4, 2), (0, 4)], (8, 3)), in_rows(other, [(6, 2), (3, 0)], (8, 3))]
+    check_parts(committed.manifest, whole, "the-manifest")
+
+
+def test_one_part_whose_chunks_overlap_is_never_published(store: Store) -> None:
+    store.make_folder("g")
+    part = samples.image({"t": np.arange(24, dtype=np.uint8).reshape(8, 3)}).part
+    torn = in_rows(part, [(0, 4), (0, 4)], (8, 3)).tensors[0]
+    chunks = tuple(replace(c, start=12 * n) for n, c in enumerate(torn.chunks))
+    with pytest.raises(FormatError, match="tensor 't' has chunks that overlap"):
+        publish_part(store, "g", replace(part, tensors=(replace(torn, chunks=chunks),)))
+    assert store.entries("g") == []
 
 
 def test_an_alias_may_lead_to_a_tensor_of_another_rank(store: Store) -> None:

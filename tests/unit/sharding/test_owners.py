@@ -25,7 +25,7 @@ def held(rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]], most: in
 
 def test_equal_boxes_of_several_ranks_are_one_claim_of_all_of_them() -> None:
     rows = [(0, rank, (4 * (rank % 2), 0), (4, 3)) for rank in range(4)]
-    found = claims(held(rows, 2), [2], [4], rank=1, world_size=4)
+    found = claims(held(rows, 2), [(8, 3)], [4], rank=1, world_size=4)
     assert (found.alone, found.loads) == ([], [0] * 4)
     assert [(claim.box.offsets, claim.ranks, claim.bytes) for claim in found.shared] == [
         ((0, 0), (0, 2), 48),
@@ -35,28 +35,43 @@ def test_equal_boxes_of_several_ranks_are_one_claim_of_all_of_them() -> None:
 
 def test_empty_boxes_are_nobodys_unless_the_tensor_has_no_element_at_all() -> None:
     rows = [(0, 0, (0,), (2,)), (0, 1, (2,), (0,)), (1, 0, (0,), (0,)), (1, 1, (0,), (0,))]
-    found = claims(held(rows, 1), [1, 1], [4, 4], rank=0, world_size=2)
+    found = claims(held(rows, 1), [(2,), (0,)], [4, 4], rank=0, world_size=2)
     assert [(claim.tensor, claim.ranks) for claim in found.alone] == [(0, (0,))]
     assert [(claim.tensor, claim.ranks) for claim in found.shared] == [(1, (0, 1))]
-    assert (found.loads, found.elements) == ([8, 0], [2, 0])
+    assert (found.loads, found.elements, found.tiled) == ([8, 0], [2, 0], [True, True])
 
 
 def test_what_other_ranks_alone_hold_is_known_by_its_bytes_only() -> None:
     rows = [(0, rank, (2 * rank,), (2,)) for rank in range(5)]
-    found = claims(held(rows, 1), [1], [4], rank=3, world_size=5)
+    found = claims(held(rows, 1), [(10,)], [4], rank=3, world_size=5)
     assert [claim.box for claim in found.alone] == [Box((6,), (2,))]
     assert (found.shared, found.loads, found.elements) == ([], [8] * 5, [10])
 
 
+def test_boxes_that_overlap_and_leave_as_much_out_are_not_a_tensor() -> None:
+    rows = [(0, rank, (rank, 0), (1, 3)) for rank in range(4)]
+    rows += [(1, rank, (min(rank, 2), 0), (1 + rank // 2, 3)) for rank in range(3)]
+    rows += [(1, 3, (1, 0), (1, 3))]
+    found = claims(held(rows, 2), [(4, 3), (5, 3)], [4, 4], rank=0, world_size=4)
+    assert found.elements == [12, 12]
+    assert found.tiled == [True, False]
+    rows += [(1, 4, (4, 0), (1, 3))]
+    found = claims(held(rows, 2), [(4, 3), (5, 3)], [4, 4], rank=0, world_size=5)
+    assert (found.elements, found.tiled) == ([12, 15], [True, True])
+    rows[-1] = (1, 4, (3, 0), (1, 3))
+    found = claims(held(rows, 2), [(4, 3), (5, 3)], [4, 4], rank=0, world_size=5)
+    assert (found.elements, found.tiled) == ([12, 15], [True, False])
+
+
 def test_boxes_without_elements_are_written_once_however_they_lie() -> None:
     rows = [(0, rank, (rank, 0), (1, 0)) for rank in range(3)]
-    alone = [claims(held(rows, 2), [2], [4], rank=r, world_size=3).alone for r in range(3)]
+    alone = [claims(held(rows, 2), [(3, 0)], [4], rank=r, world_size=3).alone for r in range(3)]
     assert [len(claimed) for claimed in alone] == [1, 0, 0]
 
 
 def test_dimensions_that_a_tensor_does_not_have_are_left_out() -> None:
     rows = [(0, 0, (), ()), (1, 0, (1, 2), (3, 4))]
-    found = claims(held(rows, 2), [0, 2], [8, 4], rank=0, world_size=1)
+    found = claims(held(rows, 2), [(), (4, 6)], [8, 4], rank=0, world_size=1)
     assert [claim.box for claim in found.alone] == [Box((), ()), Box((1, 2), (3, 4))]
 
 
