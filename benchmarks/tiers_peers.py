@@ -97,23 +97,26 @@ class Way:
 
 class Ours(Way):
     title, needs = "torch-ckpt", "torch_ckpt"
+    more: ClassVar[dict[str, Any]] = {}
+    """Storage options beside those that every way has."""
 
     def __init__(self, place: Place, direction: Direction) -> None:
         super().__init__(place, direction)
+        options = {**place.options, **self.more}
         from torch_ckpt.generations.catalog import Catalog
         from torch_ckpt.storage.store import open_store
 
         url = f"{place.url}/root"
         if direction == "up":
             self._root = open_store(place.folder / "root")
-            self._archive = open_store(url, place.options)
+            self._archive = open_store(url, options)
             (self._generation,) = Catalog(self._root).committed()
         else:
             from torch_ckpt import Checkpointer
 
             self._state = state_of(place.bytes)
             self._checkpointer = Checkpointer(
-                url, storage_options=place.options, distributed=False, keep=None
+                url, storage_options=options, distributed=False, keep=None
             )
 
     def up(self) -> None:
@@ -124,6 +127,16 @@ class Ours(Way):
 
     def down(self) -> None:
         self._checkpointer.load(self._state)
+
+
+class OursUnsigned(Ours):
+    """As over TLS for who asks for it: the client hashes once, against the manifest."""
+
+    title = "torch-ckpt, CRC64NVME, unsigned"
+    more: ClassVar[dict[str, Any]] = {
+        "s3_additional_kwargs": {"ChecksumAlgorithm": "CRC64NVME"},
+        "config_kwargs": {"s3": {"payload_signing_enabled": False}},
+    }
 
 
 class _Obstore(Way):
@@ -311,6 +324,7 @@ def _quiet() -> Iterator[None]:
 
 WAYS: dict[str, type[Way]] = {
     "ours": Ours,
+    "ours-unsigned": OursUnsigned,
     "obstore-file": ObstoreFile,
     "obstore-memory": ObstoreMemory,
     "s3fs": S3fs,

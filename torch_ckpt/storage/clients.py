@@ -134,6 +134,7 @@ def _s3(bucket: str, options: dict[str, Any]) -> Clients:
     clients = Clients(kind="s3", bucket=bucket, config=config)
     _verification(clients, client_kwargs.pop("verify", True))
     _deadlines(clients, options)
+    _checksums(clients, options)
     if options.pop("requester_pays", False):
         config["request_payer"] = True
     if client_kwargs:
@@ -144,6 +145,10 @@ def _s3(bucket: str, options: dict[str, Any]) -> Clients:
     if endpoint:
         config["aws_endpoint_url_s3"] = endpoint.rstrip("/")
         clients.client_options["allow_http"] = endpoint.startswith("http://")
+        if not _is_private(endpoint):
+            # On an open line the signature is all that keeps others from changing body and
+            # checksum together; botocore signs there too, whatever it is told.
+            config.pop("unsigned_payload", None)
     if region or (region := _region(session)):
         config["region"] = region
     if anonymous:
@@ -239,10 +244,42 @@ def _deadlines(clients: Clients, options: dict[str, Any]) -> None:
     clients.max_retries = retries.pop("max_attempts", clients.max_retries)
     if config.pop("request_checksum_calculation", None) == "when_required":
         del clients.config["checksum_algorithm"]
-    if dict(config.get("s3") or {}) in ({"addressing_style": "path"}, {"addressing_style": "auto"}):
-        del config["s3"]
+    s3 = dict(config.pop("s3", None) or {})
+    if s3.get("addressing_style") in ("path", "auto"):
+        del s3["addressing_style"]
+    if s3.pop("payload_signing_enabled", True) is False:
+        clients.config["unsigned_payload"] = True
+    if s3:
+        config["s3"] = s3
     if left := {*config, *retries}:
         raise Untranslatable(f"the option config_kwargs[{', '.join(sorted(left))}]")
+
+
+def _checksums(clients: Clients, options: dict[str, Any]) -> None:
+    """The checksum that each part carries, named as boto's calls name it.
+
+    obstore takes SHA-256 of a body by itself, once for signature and checksum together; it cannot
+    be given one. So only another checksum, with the payload unsigned, spares that.
+    """
+    config, more = clients.config, dict(options.pop("s3_additional_kwargs", None) or {})
+    wanted = more.pop("ChecksumAlgorithm", None)
+    if more or wanted not in (None, "SHA256", "CRC64NVME"):
+        named = sorted(more) or [f"ChecksumAlgorithm={wanted}"]
+        raise Untranslatable(f"the option s3_additional_kwargs[{', '.join(named)}]")
+    if wanted is not None:
+        config["checksum_algorithm"] = wanted.lower()
+    if config.get("unsigned_payload") and "checksum_algorithm" not in config:
+        raise ConfigError(
+            "payload_signing_enabled=False with request_checksum_calculation='when_required' "
+            "leaves uploads unchecked; name a checksum: "
+            "s3_additional_kwargs={'ChecksumAlgorithm': 'CRC64NVME'}"
+        )
+
+
+def _is_private(endpoint: str) -> bool:
+    """Whether nobody between can change what is sent: TLS, or no network at all."""
+    parts = urlsplit(endpoint)
+    return parts.scheme == "https" or parts.hostname in ("127.0.0.1", "::1", "localhost")
 
 
 def _gs(bucket: str, options: dict[str, Any]) -> Clients:

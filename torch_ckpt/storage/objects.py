@@ -319,8 +319,10 @@ class ObjectStore:
         """The same place through fsspec, for what obstore cannot do; None without its package."""
         from torch_ckpt.storage.remote import open_fsspec
 
+        # It sends no contents, so no checksum of contents, which its package may not have.
+        options = {k: v for k, v in self._options.items() if k != "s3_additional_kwargs"}
         try:
-            return open_fsspec(self._url, self._options)
+            return open_fsspec(self._url, options)
         except ConfigError:
             return None
 

@@ -102,12 +102,61 @@ def test_time_outs_and_attempts_of_botocore_hold() -> None:
     assert clients.client_options["connect_timeout"] == timedelta(seconds=2)
 
 
+UNSIGNED = {"config_kwargs": {"s3": {"payload_signing_enabled": False}}}
+CRC = {"s3_additional_kwargs": {"ChecksumAlgorithm": "CRC64NVME"}}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "unsigned"),
+    [
+        (None, True),
+        ("https://objects.lab", True),
+        ("http://127.0.0.1:8333", True),
+        ("http://objects.lab", False),
+        ("http://127.0.0.1.objects.lab", False),
+    ],
+)
+def test_a_payload_goes_unsigned_only_where_nobody_between_could_change_it(
+    endpoint: str | None, unsigned: bool
+) -> None:
+    options = {**KEYS, **UNSIGNED, **CRC, "endpoint_url": endpoint}
+    clients, _ = translate("s3://bucket/run", options)
+    assert clients.config.get("unsigned_payload", False) is unsigned
+    assert clients.config["checksum_algorithm"] == "crc64nvme"
+    clients.client()
+
+
+def test_a_payload_is_signed_and_carries_its_sha256_unless_told_otherwise() -> None:
+    clients, _ = translate("s3://bucket/run", {**KEYS, "endpoint_url": "https://objects.lab"})
+    assert clients.config["checksum_algorithm"] == "sha256"
+    assert "unsigned_payload" not in clients.config
+
+
+def test_a_payload_with_neither_signature_nor_checksum_is_refused() -> None:
+    config = {**UNSIGNED["config_kwargs"], "request_checksum_calculation": "when_required"}
+    with pytest.raises(ConfigError, match="ChecksumAlgorithm"):
+        open_store("s3://bucket/run", {**KEYS, "config_kwargs": config})
+    named, _ = translate("s3://bucket/run", {**KEYS, **CRC, "config_kwargs": config})
+    assert named.config["checksum_algorithm"] == "crc64nvme"
+
+
 @pytest.mark.parametrize(
     ("url", "options", "named"),
     [
         ("s3://bucket/run", {**KEYS, "cache_regions": True}, "cache_regions"),
         ("s3://bucket/run", {**KEYS, "client_kwargs": {"api_version": "1"}}, "api_version"),
         ("s3://bucket/run", {**KEYS, "config_kwargs": {"proxies": {}}}, "proxies"),
+        ("s3://bucket/run", {**KEYS, "config_kwargs": {"s3": {"use_arn_region": True}}}, "s3"),
+        (
+            "s3://bucket/run",
+            {**KEYS, "s3_additional_kwargs": {"ChecksumAlgorithm": "SHA1"}},
+            "ChecksumAlgorithm=SHA1",
+        ),
+        (
+            "s3://bucket/run",
+            {**KEYS, "s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}},
+            "ServerSideEncryption",
+        ),
         ("s3://arn:aws:s3:eu:1:accesspoint/x/run", KEYS, "bucket"),
         ("gs://bucket/run", {"token": {"type": "authorized_user"}}, "token"),
         ("az://container/run", {"account_name": "a", "connection_string": "b"}, "connection"),
