@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_ckpt.config import Config
-from torch_ckpt.generations.retention import to_json
+from torch_ckpt.generations.retention import multiples, to_json
 from torch_ckpt.writer.rules import rules_of
 
 _SEAL_S = 30.0
@@ -28,6 +28,7 @@ def duties_of(config: Config, world_size: int) -> dict[str, Any]:
             "rules": [[rule.pattern, rule.codec, rule.error] for rule in rules],
             "incremental": config.incremental,
             "full_every": config.full_every,
+            "permanent_every": multiples(config.keep_archive) if config.promotes else (),
         }
     return duties
 

@@ -290,8 +290,8 @@ class Saver:
         """The folder of the last save if this one is only another name for it."""
         if self._ranks.world_size > 1:
             return None
-        if "permanent" in request.tags and self._config.loses:
-            return None  # what has the other name may be stored with a loss
+        if "permanent" in request.tags and self._config.builds:
+            return None  # what has the other name may have lost something, or need what may go
         return self._unchanged.folder_of(request.root, request.step, request.folder, flat)
 
     def settle(self) -> None:

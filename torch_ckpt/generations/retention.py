@@ -166,6 +166,12 @@ class Among(Retention):
         return self.rule.to_json()
 
 
+def multiples(rule: Retention | None) -> tuple[int, ...]:
+    """The numbers whose multiples a rule keeps for ever, whatever else it keeps."""
+    rules = rule.rules if isinstance(rule, AnyOf) else (rule,)
+    return tuple(one.steps for one in rules if isinstance(one, KeepEvery))
+
+
 def to_json(rule: Retention) -> dict[str, Any]:
     """The rule as JSON, for the writer."""
     return rule.to_json()

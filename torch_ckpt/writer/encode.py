@@ -21,7 +21,7 @@ from torch_ckpt.writer.borrow import Base, Borrowing, lenders
 from torch_ckpt.writer.code import Coded, Coder, Lossless, Speed, equal
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.lay import Laid
-from torch_ckpt.writer.line import Line, are_sound, follows
+from torch_ckpt.writer.line import Line, are_sound, follows, needed
 from torch_ckpt.writer.rules import Rule, grouping
 from torch_ckpt.writer.shard import Written, part_of, write_shard
 
@@ -43,12 +43,18 @@ class Encoding:
     incremental: bool = False
     full_every: int = 8
     """Generations that may build on one another before the next stands alone."""
+    permanent_every: Sequence[int] = ()
+    """Steps that are multiples of one of these are kept for ever, as those tagged permanent are."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Encoding:
         """What a writer was told, as JSON."""
         rules = tuple(Rule(*rule) for rule in options["rules"])
         return cls(**{**options, "rules": rules})
+
+    def alone(self, job: Job) -> bool:
+        """Whether a generation builds on nothing: it is kept for ever, and its bases would be."""
+        return "permanent" in job.tags or any(job.step % n == 0 for n in self.permanent_every)
 
     @property
     def lossy(self) -> bool:
@@ -94,8 +100,9 @@ class Encoder:
             return write_shard(job, placed, slab, store, pool, extents)
         if job.raw_bytes == 0:
             return Written()
-        lossless = "permanent" in job.tags or not anchors
-        rules = [rule for rule in self.encoding.rules if not (plain or (rule.lossy and lossless))]
+        rules = [
+            rule for rule in self.encoding.rules if not (plain or (rule.lossy and not anchors))
+        ]
         coder = Coder(
             slab=slab,
             base=None if base is None else base.slab,
@@ -119,14 +126,16 @@ class Encoder:
     ) -> bool:
         """What `write` has written may be the next base; the one before is let go.
 
-        `release` is called once the slab is not needed any more. Returns whether that is later.
+        A folder of another name than a step's may be written again under its children, so it is
+        no base, and the one before stays. `release` is called once the slab is not needed any
+        more. Returns whether that is later.
         """
+        if step_of_folder(job.folder) is None:
+            release()
+            return False
         before, self._base = self._base, None
         if before is not None:
             before.release()
-        if step_of_folder(job.folder) is None:
-            release()  # a folder of another name may be written again under its children
-            return False
         part = part_of(job, placed, written)
         if self.encoding.incremental or self.encoding.lossy:
             self._line.add(job, lenders(part, job.folder))
@@ -156,16 +165,17 @@ class Encoder:
         self, job: Job, placed: list[Placed], store: Store
     ) -> tuple[Base | None, tuple[Borrowed, ...]]:
         """The base of a generation, and what it has to name if it loses anything."""
-        if not self._line.goes_on(job, store, self.encoding.full_every):
+        if self.encoding.alone(job):
             return None, ()
-        anchors = self._line.anchors(job, store) if self.encoding.lossy else ()
-        return self._base_of(job, placed, store), anchors
-
-    def _base_of(self, job: Job, placed: list[Placed], store: Store) -> Base | None:
-        base = self._base
-        if base is None or base.placed != placed or not follows(job, base.job):
-            return None
-        return base if are_sound(base.part.borrowed, base.job, store) else None
+        base, lossy = self._base, self.encoding.lossy
+        if base is not None and (base.placed != placed or not follows(job, base.job)):
+            base = None
+        wanted = [] if base is None else needed(base.part.borrowed, base.job)
+        there = self._line.look(job, store, wanted, lossy=lossy)
+        if not self._line.goes_on(job, self.encoding.full_every):
+            return None, ()
+        anchors = self._line.anchors(job, there) if lossy else ()
+        return base if are_sound(wanted, there) else None, anchors
 
     def _encoded(
         self,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch_ckpt.errors import CkptError
-from torch_ckpt.generations.catalog import Catalog
+from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.manifest.schema import Borrowed, Manifest
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
@@ -48,35 +48,46 @@ class Line:
         self._unseen.append(_Share(job=job, lenders=lenders))
         self._newest = job
 
-    def goes_on(self, job: Job, store: Store, full_every: int) -> bool:
-        """Whether a generation may build on the ones before it, after a look at their manifests."""
-        self._learn(store)
-        seen = not (self._unseen and self._unseen[-1].job is self._newest)
-        if self._newest is None or self._depth is None or not seen:
-            return False
-        return self._depth < full_every and follows(job, self._newest)
+    def look(
+        self, job: Job, store: Store, base: Sequence[tuple[str, str]] = (), *, lossy: bool = False
+    ) -> Mapping[str, Generation]:
+        """Take in what was committed since; what there is for a save to build on, by folder.
 
-    def anchors(self, job: Job, store: Store) -> tuple[Borrowed, ...]:
-        """This rank's shards in a generation that is whole; empty if none is known."""
-        whole = self._whole
-        if whole is None or not follows(job, whole.job):
-            return ()
-        return whole.lenders if are_sound(whole.lenders, whole.job, store) else ()
-
-    def _learn(self, store: Store) -> None:
-        """Take in what was committed since."""
-        if not self._unseen:
-            return
+        All manifests are asked for at once: also those of `base`, folders and attempts, and the
+        one that a `lossy` save has to name. Empty if storage does not say what is there: then
+        nothing is built on.
+        """
+        wanted = {share.job.folder for share in self._unseen} | {folder for folder, _ in base}
+        if lossy and self._whole is not None and follows(job, self._whole.job):
+            wanted.add(self._whole.job.folder)
+        if not wanted:
+            return {}
         try:
-            there = Catalog(store).read({share.job.folder for share in self._unseen})
+            there = Catalog(store).read(wanted)
         except (CkptError, OSError) as error:
             logger.debug("nothing is built on: %s", error)
-            return
+            self._whole = None  # it may be what cannot be read, and must not be asked for again
+            return {}
         for share in list(self._unseen):
             found = there.get(share.job.folder)
             if found is not None and found.manifest.attempt == share.job.attempt:
                 self._unseen.remove(share)
                 self._pass(share, found.manifest)
+        return there
+
+    def goes_on(self, job: Job, full_every: int) -> bool:
+        """Whether a generation may build on the ones before it, as far as `look` has seen them."""
+        seen = not (self._unseen and self._unseen[-1].job is self._newest)
+        if self._newest is None or self._depth is None or not seen:
+            return False
+        return self._depth < full_every and follows(job, self._newest)
+
+    def anchors(self, job: Job, there: Mapping[str, Generation]) -> tuple[Borrowed, ...]:
+        """This rank's shards in a generation that is whole; empty if none is known."""
+        whole = self._whole
+        if whole is None or not follows(job, whole.job):
+            return ()
+        return whole.lenders if are_sound(needed((), whole.job), there) else ()
 
     def _pass(self, share: _Share, manifest: Manifest) -> None:
         if not manifest.bases:
@@ -92,19 +103,19 @@ def follows(job: Job, before: Job) -> bool:
     return (job.run, job.root) == (before.run, before.root) and job.step > before.step
 
 
-def are_sound(borrowed: Sequence[Borrowed], job: Job, store: Store) -> bool:
-    """Whether a generation and those it borrows from are committed and not set apart.
+def needed(borrowed: Sequence[Borrowed], job: Job) -> list[tuple[str, str]]:
+    """Folder and attempt of a generation and of those that its part borrows from."""
+    return [(job.folder, job.attempt), *((one.folder, one.attempt) for one in borrowed)]
+
+
+def are_sound(wanted: Sequence[tuple[str, str]], there: Mapping[str, Generation]) -> bool:
+    """Whether generations, by folder and attempt, are committed and not set apart.
 
     Another rank may have failed, and somebody may have removed or quarantined one.
     """
-    wanted = {**{one.folder: one.attempt for one in borrowed}, job.folder: job.attempt}
-    try:
-        there = Catalog(store).read(wanted.keys())
-    except (CkptError, OSError):
-        return False
     return all(
         folder in there
         and there[folder].manifest.attempt == attempt
         and not there[folder].set_apart
-        for folder, attempt in wanted.items()
+        for folder, attempt in wanted
     )

@@ -195,12 +195,12 @@ def test_objects_of_every_save_are_its_own(tmp_path: Path) -> None:
 def test_a_second_name_of_a_child_shares_its_bytes_and_its_bases(tmp_path: Path) -> None:
     state = {"w": torch.randn(BIG)}
     second = copied(state)
-    with Checkpointer(tmp_path, incremental=True, keep=KeepLast(1)) as checkpointer:
+    with Checkpointer(tmp_path, incremental=True, keep=KeepLast(3)) as checkpointer:
         for step in (1, 2, 3, 4):
             state["w"] += 1e-5
             checkpointer.save(state, step, folder=f"step-{step:010d}").wait()
             if step == 2:
-                checkpointer.save(state, step, folder="best", tags=["permanent"]).wait()
+                checkpointer.save(state, step, folder="best").wait()
                 second = copied(state)
     assert_same(load_generation(tmp_path, folder="best"), second)
     assert_same(load_generation(tmp_path), state)
@@ -212,7 +212,7 @@ def test_a_second_name_of_a_child_shares_its_bytes_and_its_bases(tmp_path: Path)
     assert next(o for o in chains.Catalog(store).committed() if o.folder == "best").step == 2
 
 
-def test_a_folder_of_the_users_own_name_is_no_base(tmp_path: Path) -> None:
+def test_a_folder_of_the_users_own_name_builds_on_others_and_is_no_base(tmp_path: Path) -> None:
     state = {"w": torch.randn(BIG)}
     wanted = {}
     with Checkpointer(tmp_path, incremental=True, keep=None) as checkpointer:
@@ -220,7 +220,7 @@ def test_a_folder_of_the_users_own_name_is_no_base(tmp_path: Path) -> None:
             wanted[step] = copied(state)
             checkpointer.save(state, step, folder=folder).wait()
             state["w"] += 1e-5
-    assert chains.bases(tmp_path) == {2: (), 3: (2,), 4: (), 5: (4,), 6: (4, 5)}
+    assert chains.bases(tmp_path) == {2: (), 3: (2,), 4: (2,), 5: (2, 4), 6: (2, 4, 5)}
     for step in (2, 3, 4, 5, 6):
         assert_same(load_generation(tmp_path, step), wanted[step])
 
