@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -26,7 +27,8 @@ from torch_ckpt.manifest.commit import read_parts
 from torch_ckpt.manifest.schema import Part, TensorEntry
 from torch_ckpt.sharding.agree import Ranks
 from torch_ckpt.sharding.broadcast import AT_ONCE, PeerFailed, everyone_needs, pass_on, split
-from torch_ckpt.sharding.reshard import Delivery, deliveries
+from torch_ckpt.sharding.reshard import Delivery, deliver, deliveries
+from torch_ckpt.sharding.window import Forget
 from torch_ckpt.staging.bind import Binding
 from torch_ckpt.staging.documents import Stored
 from torch_ckpt.staging.objects import pickled
@@ -34,15 +36,14 @@ from torch_ckpt.staging.resharded import Resize
 from torch_ckpt.staging.sharded import Box, boxes, is_sharded, local_of
 from torch_ckpt.storage.store import Store
 
-_CORES = os.cpu_count() or 1
-_THREADS_OF_FILES = min(8, _CORES)
+_THREADS_OF_FILES = min(8, os.cpu_count() or 1)
 """Hashing keeps the cores busy while the host reads ahead; more threads only cost memory."""
 
-_THREADS_ELSEWHERE = max(8, _THREADS_OF_FILES)
+_THREADS_ELSEWHERE = 8
 """Each waits for its answer most of the time."""
 
 _PASSED_OF_FILES = 4
-"""Blocks of several ranks that a rank has in its hands where reading a block takes no time."""
+"""The most blocks of several ranks that one has in its hands where reading takes no time."""
 
 
 Keep = Callable[[Part, int, memoryview], None]
@@ -209,13 +210,18 @@ class Reads:
             for tensor in tensors:
                 if not tensor.is_inference():
                     increment_version(local_of(tensor).detach())
-        threads = _THREADS_OF_FILES if self._opened.files else _THREADS_ELSEWHERE
+        if ranks is None or ranks.world_size == 1:
+            with self._reading(_THREADS_OF_FILES) as pool:
+                self._alone(pool, sorted(self.wanted))
+        else:
+            self._together(ranks)
+
+    @contextmanager
+    def _reading(self, of_files: int) -> Iterator[Executor]:
+        threads = of_files if self._opened.files else _THREADS_ELSEWHERE
         with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-read") as pool:
             try:
-                if ranks is None or ranks.world_size == 1:
-                    self._alone(pool, sorted(self.wanted))
-                else:
-                    self._together(pool, ranks)
+                yield pool
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -236,22 +242,28 @@ class Reads:
         for future in [pool.submit(self._read_and_take, block) for block in blocks]:
             future.result()
 
-    def _together(self, pool: Executor, ranks: Ranks) -> None:
+    def _together(self, ranks: Ranks) -> None:
         """Read with all ranks, each block once; all of them call it."""
         mine = np.zeros(self._first[-1], dtype=bool)
         mine[list(self.wanted)] = True
         sizes = np.array([b.raw_bytes for part in self._opened.parts for b in part.blocks])
-        at_once = _PASSED_OF_FILES if self._opened.files else AT_ONCE
-        plan = split(everyone_needs(mine, ranks), sizes, ranks.rank, at_once, self._holders(ranks))
+        needs = everyone_needs(mine, ranks)
+        # Ranks on one host share its cores.
+        of_files = [min(_THREADS_OF_FILES, cores) for cores in ranks.cores()]
+        at_once = AT_ONCE
+        if self._opened.files:  # a block for each thread of each rank, if they all need the same
+            at_once = min(_PASSED_OF_FILES, min(of_files) * int(needs.sum(axis=0).max(initial=1)))
+        plan = split(needs, sizes, ranks.rank, at_once, self._holders(ranks))
         failure: BaseException | None = None
-        try:
-            self._alone(pool, plan.alone)
-        except Exception as error:  # the others must hear of it, whatever it is
-            failure = error
-        if ranks.any(failure is not None):
-            raise failure or PeerFailed("another rank could not read its own share")
-        self._scratch = threading.local()  # what comes now has memory of its own
-        pass_on(plan, sizes, ranks, pool, self)
+        with self._reading(of_files[ranks.rank]) as pool:
+            try:
+                self._alone(pool, plan.alone)
+            except Exception as error:  # the others must hear of it, whatever it is
+                failure = error
+            if ranks.any(failure is not None):
+                raise failure or PeerFailed("another rank could not read its own share")
+            self._scratch = threading.local()  # what comes now has memory of its own
+            pass_on(plan, sizes, ranks, pool, self, slow=not self._opened.files)
 
     def _holders(self, ranks: Ranks) -> np.ndarray | None:
         """Which rank can read which block; None if every rank can read all of them."""
@@ -294,12 +306,11 @@ class Reads:
         reader.check_raw(index, raw.numpy().data)
         self.take(block, raw)
 
-    def take(self, block: int, raw: torch.Tensor) -> None:
+    def take(self, block: int, raw: torch.Tensor, forget: Forget | None = None) -> None:
         reader, index = self._place(block)
         if self._keep is not None:
             self._keep(reader.part, index, raw.numpy().data)
-        for delivery in self.wanted.get(block, ()):
-            delivery.take(raw, reader.starts[index])
+        deliver(self.wanted.get(block, ()), raw, reader.starts[index], forget)
 
 
 def _memory(size: int) -> memoryview:

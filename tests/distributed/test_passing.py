@@ -14,6 +14,7 @@ import torch
 from tests.distributed.ranks import run_ranks
 from torch_ckpt.sharding.agree import Ranks
 from torch_ckpt.sharding.broadcast import PeerFailed, pass_on, split
+from torch_ckpt.sharding.window import Forget
 
 SIZES = np.array([5000, 1, 4096, 70_000, 333, 8192, 12, 9000, 40_000, 77])
 
@@ -40,9 +41,13 @@ class Made:
         into[: len(raw)] = raw.numpy().data
         return torch.frombuffer(into, dtype=torch.uint8, count=len(raw))
 
-    def take(self, block: int, raw: torch.Tensor) -> None:
+    def take(self, block: int, raw: torch.Tensor, forget: Forget | None = None) -> None:
         if block == self._untakeable:
             raise MemoryError("no room")
+        if forget is not None:
+            seen = raw.clone()
+            forget()  # what comes again is the same
+            assert torch.equal(raw, seen)
         self.taken[block] = raw.clone()
 
     def take_received(self, block: int, raw: torch.Tensor) -> None:
@@ -57,7 +62,9 @@ def needs(world_size: int) -> np.ndarray:
     return table
 
 
-def passed(rank: int, without: tuple[int, ...], kinds: dict[str, int], at_once: int) -> Any:
+def passed(
+    rank: int, without: tuple[int, ...], kinds: dict[str, int], at_once: int, slow: bool
+) -> Any:
     if rank in without:
         del os.memfd_create
     before = set(os.listdir("/proc/self/fd"))
@@ -66,7 +73,7 @@ def passed(rank: int, without: tuple[int, ...], kinds: dict[str, int], at_once: 
     made = Made(**(kinds if rank == 1 else {}))
     try:
         with ThreadPoolExecutor(2) as pool:
-            pass_on(plan, SIZES, ranks, pool, made)
+            pass_on(plan, SIZES, ranks, pool, made, slow=slow)
     finally:
         ranks.close()
     left = [f for f in set(os.listdir("/proc/self/fd")) - before if "memfd" in _target(f)]
@@ -88,20 +95,23 @@ def _target(number: str) -> str:
         return ""
 
 
-@pytest.mark.parametrize("at_once", [4, 16])
+@pytest.mark.parametrize(("at_once", "slow"), [(2, False), (16, False), (4, True)])
 @pytest.mark.parametrize("without", [(), (1,), (0, 1, 2)], ids=["shared", "mixed", "messages"])
 def test_every_rank_gets_what_it_needs(
-    tmp_path: Path, without: tuple[int, ...], at_once: int
+    tmp_path: Path, without: tuple[int, ...], at_once: int, slow: bool
 ) -> None:
-    for found in run_ranks(tmp_path / "ranks", passed, 3, without, {}, at_once):
+    for found in run_ranks(tmp_path / "ranks", passed, 3, without, {}, at_once, slow):
         assert found == {"right": True, "as messages": True, "left": []}
 
 
+@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("kind", ["unreadable", "untakeable"])
-def test_all_ranks_leave_when_one_cannot_read_or_take(tmp_path: Path, kind: str) -> None:
+def test_all_ranks_leave_when_one_cannot_read_or_take(
+    tmp_path: Path, kind: str, slow: bool
+) -> None:
     plan = split(needs(3), SIZES, 1, 4)
     block = next(b for round_ in plan.rounds for b in round_ if plan.reader[b] == 1)
-    found = run_ranks(tmp_path / "ranks", passed, 3, (), {kind: block}, 4, timeout_s=60)
+    found = run_ranks(tmp_path / "ranks", passed, 3, (), {kind: block}, 4, slow, timeout_s=60)
     assert isinstance(found[1], OSError if kind == "unreadable" else MemoryError), found
     assert isinstance(found[0], PeerFailed), found
     assert isinstance(found[2], PeerFailed), found

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +61,15 @@ class Agreement:
     """Whether any rank has to plan afresh, so that all do."""
     refusal: DisagreementError | None = None
     """Why there is nothing to save together, if so; names ranks and values."""
+
+
+def _host() -> int:
+    """A number that ranks on one host have in common, in whatever containers they are."""
+    try:
+        host = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        host = os.fsencode(platform.node())
+    return int(hashlib.sha256(host).hexdigest()[:15], 16)
 
 
 class Transfer:
@@ -189,6 +201,17 @@ class Ranks:
         if self._group is None:
             return mine
         return bool(self._all_gather(torch.tensor(int(mine)), "the load").any())
+
+    def cores(self) -> list[int]:
+        """By rank, its share of the cores of its host, at least one; all ranks call it.
+
+        Raises:
+            DisagreementError: not all ranks came.
+        """
+        mine = torch.tensor([[_host(), os.cpu_count() or 1]], dtype=torch.int64)
+        rows = [tuple(row.flatten().tolist()) for row in self.exchange(mine)]
+        beside = Counter(host for host, _ in rows)
+        return [max(1, cores // beside[host]) for host, cores in rows]
 
     def _all_gather(self, mine: torch.Tensor, what: str) -> torch.Tensor:
         """A row for every rank."""

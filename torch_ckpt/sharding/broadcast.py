@@ -17,7 +17,7 @@ import torch
 
 from torch_ckpt.errors import CkptError, StorageError
 from torch_ckpt.sharding.agree import Ranks
-from torch_ckpt.sharding.window import Windows
+from torch_ckpt.sharding.window import Forget, Windows
 
 T = TypeVar("T")
 
@@ -32,8 +32,11 @@ class Blocks(Protocol):
         """Its raw bytes, verified; in `into` if that is given."""
         ...
 
-    def take(self, block: int, raw: torch.Tensor) -> None:
-        """Take what this rank needs of bytes that have been verified."""
+    def take(self, block: int, raw: torch.Tensor, forget: Forget | None = None) -> None:
+        """Take what this rank needs of bytes that have been verified.
+
+        They are a peer's if there is `forget`, to be called now and then on the way.
+        """
         ...
 
     def take_received(self, block: int, raw: torch.Tensor) -> None:
@@ -132,26 +135,47 @@ def everyone_needs(mine: np.ndarray, ranks: Ranks) -> np.ndarray:
     return np.unpackbits(table, axis=1, count=len(mine)).astype(bool)
 
 
-def pass_on(plan: Split, sizes: np.ndarray, ranks: Ranks, pool: Executor, blocks: Blocks) -> None:
+def pass_on(
+    plan: Split,
+    sizes: np.ndarray,
+    ranks: Ranks,
+    pool: Executor,
+    blocks: Blocks,
+    *,
+    slow: bool = True,
+) -> None:
     """Read and exchange the blocks that several ranks need; all ranks call it.
 
     Args:
         sizes: Raw bytes of each block.
+        slow: Whether reading takes long beside looking into a peer's memory. If so, blocks are
+            read ahead while others are looked at, in twice the memory.
 
     Raises:
         PeerFailed: a rank could not read a block; all of them stop after the same round.
     """
     if not plan.rounds:
         return
-    # Two halves: one is read into while peers look into the other.
     counts = [np.bincount(plan.reader[b], minlength=len(plan.needs)) for b in plan.rounds]
     halves = np.max(counts, axis=0).tolist()
     most = int(max(sizes[b].max() for b in plan.rounds))
     windows = Windows(ranks, 2 * halves[ranks.rank], most)
     try:
-        _Passing(plan, sizes, ranks, pool, blocks, windows, halves).run()
+        # Two halves: one is read into while peers look into the other. Of one that is not used,
+        # no page is ever touched.
+        ahead = slow or _by_messages(plan, windows.reached_by)
+        _Passing(plan, sizes, ranks, pool, blocks, windows, halves, ahead).run()
     finally:
         windows.close()
+
+
+def _by_messages(plan: Split, reached_by: np.ndarray) -> bool:
+    """Whether any block has to go to a rank that cannot look at it; all ranks see the same."""
+    passed = np.concatenate(plan.rounds)
+    lookers = reached_by[plan.reader[passed]].T | (
+        np.arange(len(plan.needs))[:, None] == plan.reader[passed]
+    )
+    return bool((plan.needs[:, passed] & ~lookers).any())
 
 
 @dataclass
@@ -164,6 +188,8 @@ class _Passing:
     windows: Windows
     halves: Sequence[int]
     """By rank, the slots of half a window: as many as the rank reads in its fullest round."""
+    ahead: bool
+    """Whether the next round is read while this one is passed on."""
 
     def run(self) -> None:
         failure: BaseException | None = None
@@ -171,14 +197,18 @@ class _Passing:
         for number in range(len(self.plan.rounds)):
             held, failed = _results(reads)
             self._check(failure or failed)
-            # Everyone has done with the round before, so that half is free.
-            reads = self._begin(number + 1)
+            if self.ahead:  # everyone has done with the round before, so that half is free
+                reads = self._begin(number + 1)
             try:
                 failure = self._give_and_take(number, held)
             except BaseException:
                 for read in reads.values():
                     read.cancel()
                 raise
+            del held  # where there is no window, they are memory of their own
+            if not self.ahead:
+                self._check(failure)  # everyone has done with this round
+                reads = self._begin(number + 1)
         self._check(failure)
 
     def _check(self, failure: BaseException | None) -> None:
@@ -191,7 +221,7 @@ class _Passing:
         if number >= len(self.plan.rounds):
             return {}
         mine = [b for b in self.plan.rounds[number] if self.plan.reader[b] == self.ranks.rank]
-        first = number % 2 * self.halves[self.ranks.rank]
+        first = self._half(number) * self.halves[self.ranks.rank]
         return {
             block: self.pool.submit(self.blocks.read, block, self.windows.slot(first + place))
             for place, block in enumerate(mine)
@@ -215,7 +245,7 @@ class _Passing:
                             transfer.send(held[block], other)
                 elif plan.needs[ranks.rank, block]:
                     if reached_by[reader, ranks.rank]:
-                        done.append(pool.submit(self._look, block, reader, number % 2, slot))
+                        done.append(pool.submit(self._look, block, reader, number, slot))
                     else:
                         size = int(self.sizes[block])
                         received[block] = torch.empty(size, dtype=torch.uint8)
@@ -223,10 +253,13 @@ class _Passing:
         done += [pool.submit(self.blocks.take_received, b, raw) for b, raw in received.items()]
         return _results(dict(enumerate(done)))[1]
 
-    def _look(self, block: int, reader: int, which: int, slot: int) -> None:
-        first = which * self.halves[reader]
-        with self.windows.look(reader, first + slot, int(self.sizes[block])) as raw:
-            self.blocks.take(block, raw)
+    def _half(self, number: int) -> int:
+        return number % 2 if self.ahead else 0
+
+    def _look(self, block: int, reader: int, number: int, slot: int) -> None:
+        place = self._half(number) * self.halves[reader] + slot
+        with self.windows.look(reader, place, int(self.sizes[block])) as (raw, forget):
+            self.blocks.take(block, raw, forget)
 
 
 def _results(futures: dict[int, Future[T]]) -> tuple[dict[int, T], BaseException | None]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from torch_ckpt.manifest.schema import Chunk
 from torch_ckpt.staging.sharded import Box
 from torch_ckpt.staging.snapshot import copy_exactly
+
+_PIECE_BYTES = 1 << 20
+"""A multiple of every element's bytes, so that a piece cuts none in two."""
 
 
 class Delivery:
@@ -79,6 +82,29 @@ def deliveries(chunk: Chunk, tensor: torch.Tensor, held: Box) -> Delivery | None
         return None
     relative = tuple(o - c for o, c in zip(common.offsets, chunk.offsets, strict=True))
     return Delivery(chunk, Box(relative, common.shape), _narrowed(tensor, common, held.offsets))
+
+
+def deliver(
+    found: Iterable[Delivery], raw: torch.Tensor, start: int, forget: Callable[[], object] | None
+) -> None:
+    """Take a block: its bytes, which begin at `start` of the raw space.
+
+    `forget` is called whenever a piece of them has been looked at.
+    """
+    if forget is None:
+        for one in found:
+            one.take(raw, start)
+        return
+    seen = 0
+    for one in found:
+        first, last = max(one.start - start, 0), min(one.end - start, raw.numel())
+        for at in range(first, last, _PIECE_BYTES):
+            piece = raw[at : min(at + _PIECE_BYTES, last)]
+            one.take(piece, start + at)
+            seen += piece.numel()
+            if seen >= _PIECE_BYTES:
+                forget()
+                seen = 0
 
 
 def intersection(one: Box, other: Box) -> Box | None:

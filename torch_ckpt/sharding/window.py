@@ -11,8 +11,9 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ import torch
 from torch_ckpt.sharding.agree import Ranks
 
 _TOKEN_BYTES = 16
+
+Forget = Callable[[], object]
+"""Gives pages back to the system; they come again where they are looked at again."""
 
 
 class Windows:
@@ -72,8 +76,12 @@ class Windows:
         return memoryview(self._memory)[start : start + self._slot_bytes]
 
     @contextmanager
-    def look(self, rank: int, number: int, size: int) -> Iterator[torch.Tensor]:
-        """The first bytes of a slot of a peer. Nothing may refer to them afterwards."""
+    def look(self, rank: int, number: int, size: int) -> Iterator[tuple[torch.Tensor, Forget]]:
+        """The first bytes of a slot of a peer, and a way to let go of pages looked at.
+
+        What is mapped and was looked at counts as memory of this rank too. Nothing may refer to
+        the bytes afterwards.
+        """
         mapped = mmap.mmap(
             self._peers[rank],
             size,
@@ -83,7 +91,8 @@ class Windows:
         )
         # Unmapped when the last view of it is gone: closing it here would raise for a view that
         # a traceback still holds.
-        yield torch.frombuffer(mapped, dtype=torch.uint8, count=size)
+        raw = torch.frombuffer(mapped, dtype=torch.uint8, count=size)
+        yield raw, partial(mapped.madvise, mmap.MADV_DONTNEED)
 
     def close(self) -> None:
         """Let go of it; peers that still look keep what they see."""

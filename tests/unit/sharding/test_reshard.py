@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_ckpt.manifest.schema import Chunk
-from torch_ckpt.sharding.reshard import deliveries, intersection
+from torch_ckpt.sharding.reshard import deliver, deliveries, intersection
 from torch_ckpt.staging.sharded import Box
 
 
@@ -83,3 +84,25 @@ def test_a_block_that_holds_neighbours_too_gives_only_what_is_needed() -> None:
     block = torch.arange(14.0).view(torch.uint8)
     delivery.take(block, 0)
     assert live.tolist() == [[4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_peers_block_is_let_go_of_piece_by_piece_and_arrives_whole(dim: int) -> None:
+    whole = torch.arange(1536 * 1024, dtype=torch.int32).reshape(1536, 1024)
+    start = 4096  # of the chunk, in a block that begins before it and ends in its last row
+    block = torch.zeros(start + whole.nbytes - 100, dtype=torch.uint8)
+    block[start:] = whole.view(torch.uint8).flatten()[:-100]
+    live = [torch.zeros_like(part) for part in whole.chunk(2, dim)]
+    found = []
+    for number, one in enumerate(live):
+        offsets = (number * one.shape[0], 0) if dim == 0 else (0, number * one.shape[1])
+        chunk = Chunk(offsets=(0, 0), shape=(1536, 1024), start=start)
+        delivery = deliveries(chunk, one, Box(offsets, tuple(one.shape)))
+        assert delivery is not None
+        found.append(delivery)
+    let_go: list[int] = []
+    deliver(found, block, 0, lambda: let_go.append(1))
+    rebuilt = torch.cat(live, dim).flatten()
+    assert torch.equal(rebuilt[:-25], whole.flatten()[:-25])
+    assert not rebuilt[-25:].any()
+    assert len(let_go) >= 5  # of a block of 6 MiB, of which no more than 1 is held
