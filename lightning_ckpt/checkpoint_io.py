@@ -26,10 +26,18 @@ from lightning_ckpt.callers import (
     inside_sharded_strategy,
     inside_signal_handler,
 )
+from lightning_ckpt.lost import read_lost
 from lightning_ckpt.paths import TIER_OPTIONS, as_url, is_remote, is_scratch, resolved, split
 from lightning_ckpt.plain_file import is_file, remove_file, write_file
 from lightning_ckpt.reading import MANIFEST, MapLocation, is_generation, read_checkpoint
-from torch_ckpt import Checkpointer, CkptError, NothingUsable, PendingSave, RunBusy
+from torch_ckpt import (
+    Checkpointer,
+    CkptError,
+    GenerationNotFound,
+    NothingUsable,
+    PendingSave,
+    RunBusy,
+)
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -134,19 +142,23 @@ class TwoBufferCheckpointIO(CheckpointIO):
     ) -> dict[str, Any]:
         """Read a generation or an ordinary `.ckpt` file, after the saves submitted before.
 
+        One that is gone from its folder is read from the archive, if that has its name.
+
         Raises:
             GenerationNotFound: there is none, or its save failed.
             PickleRefused: it holds custom objects and `weights_only` is not False.
         """
         self.wait()
         url = self._whole(as_url(path))
-        return read_checkpoint(
-            url,
-            map_location=map_location,
-            weights_only=weights_only,
-            allow_pickle=self._options["allow_pickle"],
-            storage_options=self._options["storage_options"],
-        )
+        options: dict[str, Any] = {
+            "map_location": map_location,
+            "weights_only": weights_only,
+            "allow_pickle": self._options["allow_pickle"],
+        }
+        try:
+            return read_checkpoint(url, storage_options=self._options["storage_options"], **options)
+        except GenerationNotFound as missing:
+            return read_lost(url, self._options, missing, alone=_is_alone(), **options)
 
     @override
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -293,6 +305,10 @@ def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return 0
+
+
+def _is_alone() -> bool:
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _is_foreign_folder(url: str) -> bool:
