@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_ckpt.paths import split
 from lightning_ckpt.reading import MANIFEST, MapLocation, read_checkpoint
-from torch_ckpt import GenerationNotFound, IntegrityError
+from torch_ckpt import FormatError, GenerationNotFound, IntegrityError
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def read_lost(
 
     Raises:
         GenerationNotFound: no tier has one of this name; the message says where was looked.
-        IntegrityError, PickleRefused: as `read_checkpoint`.
+        FormatError, IntegrityError, PickleRefused: as `read_checkpoint`.
     """
     root, name = split(url)
     if name == MANIFEST:
@@ -55,7 +55,7 @@ def read_lost(
             )
         except GenerationNotFound:
             continue
-        except IntegrityError as error:
+        except (FormatError, IntegrityError, FileNotFoundError) as error:
             if number == len(places):
                 raise
             logger.warning("%s", error)
