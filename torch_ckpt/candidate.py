@@ -19,6 +19,7 @@ from torch_ckpt.errors import (
 )
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.load import Opened
+from torch_ckpt.manifest.digest import sha256_hex
 from torch_ckpt.sharding.agree import Ranks
 from torch_ckpt.sharding.broadcast import PeerFailed
 
@@ -56,7 +57,26 @@ class Candidate:
         """What is wrong with it, as every rank knows by now."""
 
     def open(self) -> Opened:
-        """Read the documents of the generation that rank 0 chose."""
+        """Read the documents of the generation that rank 0 chose; all ranks call it together."""
+        names, failure = None, None
+        try:
+            names = sha256_hex(repr(self._find().manifest.parts).encode())
+        except Exception as error:  # the others must hear of it, whatever it is
+            failure = error
+        found: list[str | None] = self._ranks.gather(names)
+        if failure is not None:
+            raise failure
+        if None in found:
+            raise PeerFailed("another rank could not read the manifest")
+        # Ranks that see different parts read all of theirs, and then compare what they have seen.
+        together = self._ranks.world_size > 1 and len(set(found)) == 1
+        return self._opened(self._ranks if together else None)
+
+    def _opened(self, ranks: Ranks | None) -> Opened:
+        generation = self.generation or self._find()
+        return Opened(self._catalog.store, generation, partial=self._partial, ranks=ranks)
+
+    def _find(self) -> Generation:
         try:
             self.generation = self._catalog.find(folder=self._folder)
         except GenerationNotFound as error:
@@ -68,7 +88,7 @@ class Candidate:
                 f"{self._catalog.store.url}, which rank 0 has found there; give every rank the "
                 f"same storage ({error})"
             ) from error
-        return Opened(self._catalog.store, self.generation, partial=self._partial)
+        return self.generation
 
     def stage(self, act: Callable[[], _Answer], kinds: Kinds) -> _Answer | None:
         """Do something on all ranks; None if one of them met damage, which is then known to all.
@@ -143,7 +163,8 @@ class Candidate:
 
     def _is_whole_at(self, place: tuple[str, int] | None) -> bool:
         """Whether documents, and the block at a place in a shard, read well here."""
-        opened = self.open()
+        self._find()
+        opened = self._opened(None)
         if place is None:
             return True
         name, offset = place[0].split("/")[-2:], place[1]

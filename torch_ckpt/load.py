@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
@@ -27,6 +27,7 @@ from torch_ckpt.manifest.commit import read_parts
 from torch_ckpt.manifest.schema import Part, TensorEntry
 from torch_ckpt.sharding.agree import Ranks
 from torch_ckpt.sharding.broadcast import AT_ONCE, PeerFailed, everyone_needs, pass_on, split
+from torch_ckpt.sharding.documents import parts_together
 from torch_ckpt.sharding.reshard import Delivery, deliver, deliveries
 from torch_ckpt.sharding.window import Forget
 from torch_ckpt.staging.bind import Binding
@@ -53,13 +54,27 @@ Keep = Callable[[Part, int, memoryview], None]
 class Opened:
     """A generation whose documents have been read and checked."""
 
-    def __init__(self, store: Store, generation: Generation, *, partial: bool = False) -> None:
-        """With `partial`, shards may be missing here that another rank has."""
+    def __init__(
+        self,
+        store: Store,
+        generation: Generation,
+        *,
+        partial: bool = False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """With `partial`, shards may be missing here that another rank has.
+
+        With `ranks`, all of them open the same manifest at once, and each reads a share of its
+        documents and headers.
+        """
         self.generation = generation
         self.files = store.capabilities.files
         """Whether it lies in files of this host, which are read without waiting."""
         folder, manifest = generation.folder, generation.manifest
-        self.parts: list[Part] = read_parts(store, folder, manifest)
+        if ranks is None:
+            self.parts: list[Part] = read_parts(store, folder, manifest)
+        else:
+            self.parts = parts_together(store, folder, manifest, ranks)
         self.readers = [BlockReader(store, folder, part) for part in self.parts]
         self.here: frozenset[int] | None = None
         """The parts whose shards are here; None where all of them have to be."""
@@ -70,18 +85,35 @@ class Opened:
                 for number, part in enumerate(self.parts)
                 if all(sizes.get(file.name) == file.bytes for file in part.files)
             )
-        for part_number, reader in enumerate(self.readers):
-            if self.here is not None and part_number not in self.here:
-                continue
-            for number in range(len(reader.part.files)):
-                if is_raw(reader, number):
-                    check_header(store, folder, reader, number)
+            self._check_heads(store, sorted(self.here))
+        else:
+            first, step = (ranks.rank, ranks.world_size) if ranks else (0, 1)
+            self._check_heads(store, range(first, len(self.parts), step))
         self.tree = self.parts[0].tree
         self._aliases = {k: v for part in self.parts for k, v in part.aliases.items()}
         self.index: dict[str, list[tuple[int, TensorEntry]]] = {}
         for number, part in enumerate(self.parts):
             for entry in part.tensors:
                 self.index.setdefault(entry.name, []).append((number, entry))
+
+    def _check_heads(self, store: Store, parts: Sequence[int]) -> None:
+        """Compare the headers of plain shards with what the parts say of them."""
+        heads = [
+            (self.readers[part], number)
+            for part in parts
+            for number in range(len(self.parts[part].files))
+            if is_raw(self.readers[part], number)
+        ]
+        threads = 1 if self.files else _THREADS_ELSEWHERE
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-heads") as pool:
+            checked = [
+                pool.submit(check_header, store, self.generation.folder, *head) for head in heads
+            ]
+            try:
+                for one in checked:
+                    one.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def stored(self, name: str) -> Stored:
         """What is stored under a name or an alias of it.

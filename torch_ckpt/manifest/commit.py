@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from torch_ckpt.errors import FormatError, IntegrityError, StorageError
-from torch_ckpt.manifest.digest import sha256_hex
+from torch_ckpt.manifest.digest import Bytes, sha256_hex
 from torch_ckpt.manifest.layout import LATEST, MANIFEST, part_name
 from torch_ckpt.manifest.parse import parse_manifest, parse_part
 from torch_ckpt.manifest.schema import Chunk, Manifest, Part, StoredFile, Vote
@@ -21,12 +23,16 @@ from torch_ckpt.manifest.vote import vote_in
 from torch_ckpt.storage.store import Store
 
 _Document = TypeVar("_Document")
+_Data = TypeVar("_Data", bound=Bytes)
 
 MANIFEST_LIMIT_BYTES = 64 << 20
 """A manifest is O(ranks); a longer file is not one."""
 
 PART_LIMIT_BYTES = 1 << 30
 """A part is O(tensors); a longer file is not one."""
+
+_AT_ONCE = 16
+"""Documents on their way from afar, each of which waits for its answer most of the time."""
 
 
 def publish_part(store: Store, folder: str, part: Part) -> StoredFile:
@@ -131,6 +137,12 @@ def read_part(store: Store, folder: str, stored: StoredFile) -> Part:
     return parse_part(data, file=_url(store, folder, stored.name))
 
 
+def part_from(data: Bytes, store: Store, folder: str, stored: StoredFile) -> Part:
+    """As `read_part`, of bytes that came another way than from storage."""
+    url = _url(store, folder, stored.name)
+    return parse_part(_check(data, stored, url), file=url)
+
+
 def read_part_bytes(store: Store, folder: str, stored: StoredFile) -> bytes:
     """The bytes of the part that a manifest names, after their length and digest were checked.
 
@@ -142,8 +154,11 @@ def read_part_bytes(store: Store, folder: str, stored: StoredFile) -> bytes:
 
 
 def _checked(store: Store, folder: str, stored: StoredFile) -> bytes:
-    url = _url(store, folder, stored.name)
     data = store.get(f"{folder}/{stored.name}", limit=PART_LIMIT_BYTES)
+    return _check(data, stored, _url(store, folder, stored.name))
+
+
+def _check(data: _Data, stored: StoredFile, url: str) -> _Data:
     if len(data) != stored.bytes:
         reason = f"it has {len(data)} bytes, the manifest says {stored.bytes}"
         raise IntegrityError(file=url, offset=min(len(data), stored.bytes), reason=reason)
@@ -166,7 +181,29 @@ def _insist(store: Store, read: Callable[[], _Document]) -> _Document:
 
 def read_parts(store: Store, folder: str, manifest: Manifest) -> list[Part]:
     """All parts of a generation in rank order, checked against the manifest and each other."""
-    parts = [read_part(store, folder, stored) for stored in manifest.parts]
+    parts = [
+        parse_part(data, file=_url(store, folder, stored.name))
+        for stored, data in zip(
+            manifest.parts, parts_bytes(store, folder, manifest.parts), strict=True
+        )
+    ]
+    return in_order(store, folder, manifest, parts)
+
+
+def parts_bytes(store: Store, folder: str, parts: Sequence[StoredFile]) -> Iterator[bytes]:
+    """As `read_part_bytes`, of several parts, a few at a time where storage lets one wait."""
+    if store.capabilities.files or len(parts) < 2:
+        yield from (read_part_bytes(store, folder, stored) for stored in parts)
+        return
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="ckpt-parts") as pool:
+        try:
+            yield from pool.map(partial(read_part_bytes, store, folder), parts)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def in_order(store: Store, folder: str, manifest: Manifest, parts: Sequence[Part]) -> list[Part]:
+    """Parts in rank order, checked against the manifest and each other."""
     check_parts(manifest, parts, _url(store, folder, MANIFEST))
     return sorted(parts, key=lambda part: part.rank)
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch_ckpt.errors import FormatError, IntegrityError
-from torch_ckpt.manifest.digest import canonical_json, sha256_hex
+from torch_ckpt.manifest.digest import Bytes, canonical_json, sha256_hex
 from torch_ckpt.manifest.fields import (
     MAX_NUMBER,
     array,
@@ -131,7 +131,7 @@ def parse_vote(data: bytes, *, file: str) -> Vote:
     return _vote(_document(data, kind="part", fields=_VOTE_FIELDS, more=more, file=file), file)
 
 
-def parse_part(data: bytes, *, file: str) -> Part:
+def parse_part(data: Bytes, *, file: str) -> Part:
     """The part in `data`, whose digest the caller has checked; `file` is for messages.
 
     Raises:
@@ -154,7 +154,7 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def _parse_part(data: bytes, file: str) -> Part:
+def _parse_part(data: Bytes, file: str) -> Part:
     doc = _document(data, kind="part", fields=_PART_FIELDS, more=_ENCODED_PART_FIELDS, file=file)
     vote = _vote(doc, file)
     bases = None
@@ -205,7 +205,7 @@ def _vote(doc: dict[str, Any], file: str) -> Vote:
 
 
 def _document(
-    data: bytes,
+    data: Bytes,
     *,
     kind: str,
     fields: frozenset[str],
@@ -233,7 +233,7 @@ def _document(
     return doc
 
 
-def _load(data: bytes, file: str) -> Json:
+def _load(data: Bytes, file: str) -> Json:
     try:
         doc = json.loads(str(data, "ascii"), parse_constant=_no_constant)
     except RecursionError:

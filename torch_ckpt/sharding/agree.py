@@ -202,6 +202,21 @@ class Ranks:
             return mine
         return bool(self._all_gather(torch.tensor(int(mine)), "the load").any())
 
+    def broadcast(self, data: bytes | None, size: int, source: int) -> memoryview:
+        """The bytes of one rank, on every rank; all of them know whose they are and how many.
+
+        Raises:
+            DisagreementError: not all ranks came.
+        """
+        if data is None:
+            passed = torch.empty(size, dtype=torch.uint8)
+        else:
+            passed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if self._group is not None:
+            with self._together("the load"):
+                dist.broadcast(passed, src=source, group=self._group)
+        return passed.numpy().data
+
     def cores(self) -> list[int]:
         """By rank, its share of the cores of its host, at least one; all ranks call it.
 
