@@ -107,7 +107,7 @@ class Checkpointer:
         archive_timeout_s: float = 300.0,
         bandwidth_limit: float | None = None,
         codec: str | Mapping[str, str] = "raw",
-        archive_codec: Literal["raw", "zstd", "auto"] = "raw",
+        archive_codec: Literal["raw", "zstd", "auto"] = "auto",
         moments: Literal["fp8"] | None = None,
         lossy_delta: float | Mapping[str, float] | None = None,
         incremental: bool = False,

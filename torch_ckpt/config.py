@@ -100,7 +100,7 @@ class Config:
     """How blocks are stored: raw, zstd (byte planes), auto (so where it is faster); or this by
     patterns of tensors' names, where fp8 and fp8-sqrt are possible too."""
 
-    archive_codec: Literal["raw", "zstd", "auto"] = "raw"
+    archive_codec: Literal["raw", "zstd", "auto"] = "auto"
     """How the archive stores what the root stores raw."""
 
     moments: Literal["fp8"] | None = None
@@ -229,7 +229,7 @@ def _check_tiers(config: Config) -> None:
 def _check_encoding(config: Config) -> None:
     rules_of(config.codec, config.moments, config.lossy_delta)
     _one_of("archive_codec", config.archive_codec, ("raw", "zstd", "auto"))
-    if config.archive_codec != "raw" and (config.encodes or config.archive is None):
+    if config.archive_codec == "zstd" and (config.encodes or config.archive is None):
         raise ConfigError(
             f"archive_codec={config.archive_codec!r} encodes what the root stores raw, so it goes "
             'with archive=, codec="raw" and incremental=False'
@@ -243,10 +243,6 @@ def _check_encoding(config: Config) -> None:
         raise ConfigError("incremental=True compares two snapshots, so it needs slabs=2")
     if config.lossy_delta is not None and not config.incremental:
         raise ConfigError("lossy_delta stores changes, so it needs incremental=True")
-    if config.encodes and config.cache is not None:
-        raise ConfigError(
-            'a cache holds raw shards; leave out cache=, or use codec="raw" and incremental=False'
-        )
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -44,7 +44,7 @@ def tier_options(config: Config, world_size: int) -> Mapping[str, Any] | None:
         "archive_options": config.archive_options,
         "keep": None if config.keep is None else to_json(config.keep),
         "keep_archive": None if config.keep_archive is None else to_json(config.keep_archive),
-        "codec": config.archive_codec,
+        "codec": "raw" if config.encodes else config.archive_codec,
         "bandwidth_limit": config.bandwidth_limit,
         "timeout_s": config.archive_timeout_s if config.promotes else _SEAL_S,
     }

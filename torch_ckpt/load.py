@@ -23,6 +23,7 @@ from torch_ckpt.errors import FormatError, PickleRefused
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.header import check_header, is_raw
 from torch_ckpt.generations.read import BlockReader
+from torch_ckpt.generations.shards import Shards
 from torch_ckpt.manifest.commit import read_parts
 from torch_ckpt.manifest.schema import Part, TensorEntry
 from torch_ckpt.sharding.agree import Ranks
@@ -48,7 +49,7 @@ _PASSED_OF_FILES = 4
 
 
 Keep = Callable[[Part, int, memoryview], None]
-"""Takes a verified block, from any thread."""
+"""Takes the stored bytes of a verified block, from any thread."""
 
 
 class Opened:
@@ -79,11 +80,11 @@ class Opened:
         self.here: frozenset[int] | None = None
         """The parts whose shards are here; None where all of them have to be."""
         if partial:
-            sizes = {entry.name: entry.bytes for entry in store.entries(folder)}
+            shards = Shards(store)
             self.here = frozenset(
                 number
                 for number, part in enumerate(self.parts)
-                if all(sizes.get(file.name) == file.bytes for file in part.files)
+                if shards.lacking(folder, part) is None
             )
             self._check_heads(store, sorted(self.here))
         else:
@@ -227,7 +228,8 @@ class Reads:
     def run(self, ranks: Ranks | None = None, keep: Keep | None = None) -> None:
         """Read, verify and fill; with `ranks` all of them do, and what several need is read once.
 
-        `keep` gets every block that comes by: its part, its number in that, its raw bytes.
+        `keep` gets every block that comes by as it is stored: its part, its number in that, its
+        stored bytes. Of what another rank has read that is so only where these are the raw ones.
 
         Where storage turns out to be damaged, tensors may be partly filled.
 
@@ -319,6 +321,7 @@ class Reads:
         else:
             memory = into
         raw = reader.read(index, memory)
+        self._offer(reader, index, memory)
         if into is not None and raw.obj is not into.obj:  # decoded elsewhere
             into[: len(raw)] = raw
             raw = into[: len(raw)]
@@ -331,17 +334,23 @@ class Reads:
             self._scratch.buffer = None  # first, so that there are never two
             self._scratch.buffer = _memory(size)
         raw = reader.read(index, self._scratch.buffer)
+        self._offer(reader, index, self._scratch.buffer)
         self.take(block, torch.frombuffer(raw, dtype=torch.uint8))
 
     def take_received(self, block: int, raw: torch.Tensor) -> None:
         reader, index = self._place(block)
-        reader.check_raw(index, raw.numpy().data)
+        received = raw.numpy().data
+        reader.check_raw(index, received)
+        if reader.part.blocks[index].codec == "raw":
+            self._offer(reader, index, received)
         self.take(block, raw)
+
+    def _offer(self, reader: BlockReader, index: int, stored: memoryview) -> None:
+        if self._keep is not None:
+            self._keep(reader.part, index, stored[: reader.part.blocks[index].bytes])
 
     def take(self, block: int, raw: torch.Tensor, forget: Forget | None = None) -> None:
         reader, index = self._place(block)
-        if self._keep is not None:
-            self._keep(reader.part, index, raw.numpy().data)
         deliver(self.wanted.get(block, ()), raw, reader.starts[index], forget)
 
 

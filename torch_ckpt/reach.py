@@ -147,7 +147,8 @@ class Reach:
             if found.manifest.world_size != world_size:
                 return lacks(store, found) is None
             own = next(p for p in found.manifest.parts if p.name == part_name(rank, option.attempt))
-            files = [file.name for file in read_part(store, option.folder, own).files]
+            part = read_part(store, option.folder, own)
+            files = [file.name for file in (*part.files, *part.borrowed)]
             return lacks(store, found, files) is None
         except (CkptError, OSError, StopIteration) as error:
             logger.info("the cached copy of %s is not used: %s", option.folder, error)

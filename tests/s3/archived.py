@@ -49,7 +49,8 @@ class Run:
         """A trainer, and what it says of its resume."""
         through = {**options_for(self.proxy.url), **options.pop("request_options", {})}
         root = options.pop("root", self.root)
-        merged = {"archive": self.url, "archive_options": through, **self.options, **options}
+        merged = {"archive": self.url, "archive_options": through, "archive_codec": "raw"}
+        merged |= {**self.options, **options}
         trainer = self.start_one(train, str(root), merged)
         self.trainers.append(trainer)
         return trainer, trainer.hear_dict()
@@ -93,7 +94,7 @@ class Run:
             f"{folder}/{entry.name}": entry.bytes
             for folder in store.folders()
             for entry in store.entries(folder)
-            if entry.name.endswith(".safetensors")
+            if entry.name.endswith((".safetensors", ".blocks"))
         }
 
     def sent(self, name: str, after: int = 0) -> int:

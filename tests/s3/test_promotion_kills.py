@@ -77,7 +77,8 @@ def take_up(run: Run, whole: dict[str, int]) -> None:
     assert run.tidy()
 
 
-def promotion_cut_at(run: Run, who: str, nth: int, at: Point) -> None:
+def promotion_cut_at(run: Run, who: str, nth: int, at: Point, codec: str = "raw") -> None:
+    run.options = {"archive_codec": codec}
     cut(run, who, nth, at)
     if who == "trainer":
         run.await_writers()  # which finish what they can
@@ -100,10 +101,29 @@ def test_a_promotion_that_is_cut_is_taken_up(run: Run, who: str, nth: int, at: P
     promotion_cut_at(run, who, nth, at)
 
 
+def test_an_encoded_shard_that_arrived_before_the_cut_does_not_travel_again(run: Run) -> None:
+    run.options = {"archive_codec": "zstd"}
+    trainer, said = run.start(size=SIZE)
+    rule = run.proxy.on(
+        Kill(pid=victim("both", trainer.pid, said["writer"])),
+        method="PUT",
+        path="/step-0000000001/rank-.*json$",
+    )
+    trainer.say(("save", 1))
+    until(lambda: rule.struck > 0)
+    until(lambda: all(map(is_over, (trainer.pid, said["writer"]))))
+    trainer.join()
+    whole = run.shards()
+    assert len(whole) == 1
+    take_up(run, whole)
+    assert run.shards() == whole
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
 @pytest.mark.parametrize("nth", range(1, PROMOTION))
-def test_a_promotion_cut_at_any_request_is_taken_up(run: Run, nth: int) -> None:
-    promotion_cut_at(run, WHO[nth % 3], nth, "head")
+def test_a_promotion_cut_at_any_request_is_taken_up(run: Run, nth: int, codec: str) -> None:
+    promotion_cut_at(run, WHO[nth % 3], nth, "head", codec)
 
 
 def prune_cut_at(run: Run, who: str, at: Point, **where: Any) -> None:

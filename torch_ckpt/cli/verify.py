@@ -16,7 +16,7 @@ from torch_ckpt.cli.places import Damaged
 from torch_ckpt.cli.tiers import Found, Tiers, open_tiers
 from torch_ckpt.errors import GenerationNotFound
 from torch_ckpt.generations.catalog import Catalog
-from torch_ckpt.generations.copy import sizes_in
+from torch_ckpt.generations.shards import sizes_in
 from torch_ckpt.generations.verify import Damage
 from torch_ckpt.generations.verify import verify as verify_generation
 from torch_ckpt.manifest.layout import MANIFEST

@@ -18,6 +18,7 @@ from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.generations.passage import Passage
 from torch_ckpt.generations.read import BlockReader
+from torch_ckpt.generations.shards import Shards, manifest_in, missing_document, sizes_in
 from torch_ckpt.manifest.commit import (
     publish_manifest,
     put_document,
@@ -105,7 +106,7 @@ def _copy_alone(
 ) -> Copied:
     """Copy a generation whose bases are there."""
     folder, manifest = generation.folder, generation.manifest
-    replaced = _manifest_in(target, folder)
+    replaced = manifest_in(target, folder)
     if replaced is not None and _same(replaced, manifest) and not lacks(target, generation, files):
         return Copied()
     there = sizes_in(target, folder)
@@ -207,11 +208,6 @@ def lacks(store: Store, generation: Generation, files: Collection[str] | None = 
     return _missing(store, generation.folder, manifest, files)
 
 
-def sizes_in(store: Store, folder: str) -> dict[str, int]:
-    """The files in a folder with their sizes, from one listing."""
-    return {entry.name: entry.bytes for entry in store.entries(folder)}
-
-
 def bases_of(store: Store, generation: Generation) -> list[Generation]:
     """The generations in whose shards blocks of this one lie.
 
@@ -235,11 +231,10 @@ def bases_of(store: Store, generation: Generation) -> list[Generation]:
 def _missing(
     store: Store, folder: str, manifest: Manifest, files: Collection[str] | None
 ) -> str | None:
-    there = sizes_in(store, folder)
-    bases: dict[tuple[str, str], bool] = {}
-    for stored in manifest.parts:
-        if there.get(stored.name) != stored.bytes:  # spares the reading of all the others
-            return _odd(stored, there)
+    shards = Shards(store)
+    # Spares the reading of all the others.
+    if (reason := missing_document(manifest.parts, shards.sizes(folder))) is not None:
+        return reason
     for stored in manifest.parts:
         try:
             part = read_part(store, folder, stored)
@@ -247,24 +242,9 @@ def _missing(
             return f"{stored.name} is not there"
         except (FormatError, IntegrityError) as error:
             return str(error)
-        for shard in part.files:
-            wanted = files is None or shard.name in files
-            if wanted and there.get(shard.name) != shard.bytes:
-                return _odd(shard, there)
-        for one in part.borrowed:
-            base = one.folder, one.attempt
-            if base not in bases:
-                found = _manifest_in(store, one.folder)
-                bases[base] = found is not None and found.attempt == one.attempt
-            if not bases[base]:
-                return f"step {one.step}, on which it builds, is not there"
+        if (reason := shards.lacking(folder, part, files)) is not None:
+            return reason
     return None
-
-
-def _odd(file: StoredFile, there: dict[str, int]) -> str:
-    if file.name not in there:
-        return f"{file.name} is not there"
-    return f"{file.name} has {there[file.name]} bytes instead of {file.bytes}"
 
 
 def _send(
@@ -308,13 +288,6 @@ def fault_in(reader: BlockReader, number: int) -> str | None:
     except (IntegrityError, FileNotFoundError) as error:
         return str(error)
     return None
-
-
-def _manifest_in(store: Store, folder: str) -> Manifest | None:
-    try:
-        return read_manifest(store, folder)
-    except (FileNotFoundError, FormatError, IntegrityError):
-        return None
 
 
 def _same(one: Manifest, other: Manifest) -> bool:

@@ -1,8 +1,8 @@
 """Fill a cache with a rank's share while it is read from farther away, without a second pass.
 
-Blocks come by as they are verified, in any order and from any thread. A share of which all came by
-is kept; anything else, and any failure, costs a slower restart and nothing else. Knows stores and
-parts. Knows nothing of tensors or ranks.
+Blocks come by as they are stored, once they are verified, in any order and from any thread. A share
+of which all came by is kept; anything else, and any failure, costs a slower restart and nothing
+else. Knows stores and parts. Knows nothing of tensors or ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Generation
-from torch_ckpt.generations.copy import complete_copy, sizes_in
-from torch_ckpt.generations.header import read_header
+from torch_ckpt.generations.copy import complete_copy
+from torch_ckpt.generations.header import is_raw, read_header
 from torch_ckpt.generations.read import BlockReader
+from torch_ckpt.generations.shards import sizes_in
 from torch_ckpt.manifest.schema import Part
 from torch_ckpt.storage.store import Sink, Store
 
@@ -28,6 +29,7 @@ class _Copy:
 
     sink: Sink
     missing: set[int] = field(default_factory=set)
+    """Offsets of the blocks that did not come by yet; several blocks may be the same bytes."""
 
 
 class Warming:
@@ -41,8 +43,8 @@ class Warming:
         self._copies: dict[int, _Copy] = {}
         self._lock = threading.Lock()
         self._failed = False
-        if cache is None or part is None or part.encoded:
-            return
+        if cache is None or part is None or part.borrowed or part.bases:
+            return  # the next save brings what a share builds on into the cache as well
         try:
             self._begin(cache, part)
         except (CkptError, OSError) as error:
@@ -58,29 +60,31 @@ class Warming:
             cache.delete(f"{folder}/{file.name}")
             self._copies[number] = _Copy(cache.create(f"{folder}/{file.name}", file.bytes))
             self._head(part, number)
-        for index, block in enumerate(part.blocks):
-            self._copies[block.file].missing.add(index)
+        for block in part.blocks:
+            self._copies[block.file].missing.add(block.offset)
         self._cache = cache
 
     def _head(self, part: Part, number: int) -> None:
         """What no block covers: the header of a shard, of which only the part tells what it is."""
         folder = self._generation.folder
         reader = BlockReader(self._source, folder, part)
+        if not is_raw(reader, number):
+            return
         head = read_header(self._source, folder, reader, number)
         self._copies[number].sink.write_at(0, memoryview(bytearray(head)))
 
-    def take(self, part: Part, index: int, raw: memoryview) -> None:
-        """A verified block came by."""
+    def take(self, part: Part, index: int, stored: memoryview) -> None:
+        """A verified block came by, as it is stored."""
         if part is not self._part or self._cache is None or self._failed:
             return
         block = part.blocks[index]
         copy = self._copies[block.file]
         with self._lock:
-            if index not in copy.missing:
+            if block.offset not in copy.missing:
                 return
-            copy.missing.discard(index)
+            copy.missing.discard(block.offset)
         try:
-            copy.sink.write_at(block.offset, raw)
+            copy.sink.write_at(block.offset, stored)
         except (CkptError, OSError) as error:
             self._give_up(error)
 

@@ -1,9 +1,10 @@
 """A rank's share of the newest generation on its node's own disk, for a fast restart.
 
-The shard is copied out of the slab while the save goes on; parts and manifest follow once the
-generation is committed, so that a cache has no generation which the primary tier lacked. What the
-cache lacks or refuses costs a slower restart and nothing else. Knows slabs as bytes and stores.
-Knows nothing of processes or of the archive.
+A raw shard is copied out of the slab while the save goes on, an encoded one out of the primary tier
+once the generation is committed, with what it builds on. Parts and manifest follow the commit, so
+that a cache has no generation which the primary tier lacked. What the cache lacks or refuses costs
+a slower restart and nothing else. Knows slabs as bytes and stores. Knows nothing of processes or of
+the archive.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.generations.copy import complete_copy
+from torch_ckpt.generations.copy import complete_copy, copy_part
 from torch_ckpt.generations.litter import sweep
+from torch_ckpt.generations.shards import Shards
 from torch_ckpt.manifest.blocks import Placed, safetensors_header
-from torch_ckpt.manifest.layout import shard_name, step_of_folder
+from torch_ckpt.manifest.commit import read_part
+from torch_ckpt.manifest.layout import part_name, shard_name, step_of_folder
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 
@@ -27,6 +31,8 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
 _AT_ONCE = 2
 """As many as there are slabs."""
+_UNCOMMITTED = 16
+"""Saves that are remembered until they are committed; few of them never are."""
 
 
 class Cache:
@@ -35,6 +41,8 @@ class Cache:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._copies: dict[str, threading.Thread] = {}
+        self._encoded: dict[str, int] = {}
+        """Ranks by the attempts whose shards are encoded."""
         self._failed: dict[str, str] = {}
 
     def keep(
@@ -55,6 +63,11 @@ class Cache:
         thread = threading.Thread(target=copy, name="ckpt-cache", daemon=True)
         self._copies[job.attempt] = thread
         thread.start()
+
+    def keep_encoded(self, job: Job) -> None:
+        """A shard that no slab holds as it is stored: it is read back once it is committed."""
+        self._encoded = dict([*self._encoded.items()][1 - _UNCOMMITTED :])
+        self._encoded[job.attempt] = job.rank
 
     def _copy(self, job: Job, placed: list[Placed], slab: memoryview) -> None:
         store, name = self._store, f"{job.folder}/{shard_name(job.rank, job.attempt)}"
@@ -85,27 +98,53 @@ class Cache:
         Every rank of a node does this, with the same documents. Failures are logged.
         """
         attempt = generation.manifest.attempt
+        rank = self._encoded.pop(attempt, None)
         copying = self._copies.pop(attempt, None)
-        if copying is None:
+        if copying is not None:
+            copying.join()
+        elif rank is None:
             return
-        copying.join()
         if self._failed.pop(attempt, None) is not None:
             return
         try:
+            if rank is not None:
+                self._bring(primary, generation, part_name(rank, attempt))
             complete_copy(primary, self._store, generation)
             self._drop_older(generation)
         except (CkptError, OSError) as error:
             logger.warning("step %d is not cached: %s", generation.step, error)
 
+    def _bring(self, primary: Store, generation: Generation, name: str) -> None:
+        """Copy the shards that a part needs and the cache lacks, out of the primary tier."""
+        stored = next(one for one in generation.manifest.parts if one.name == name)
+        part, here = read_part(primary, generation.folder, stored), Shards(self._store)
+        lent: dict[str, set[str]] = {}
+        for one in part.borrowed:
+            lent.setdefault(one.folder, set()).add(one.name)
+        for folder, names in lent.items():
+            if here.lacking(generation.folder, replace(part, files=()), names) is None:
+                continue  # of an earlier save
+            base = Catalog(primary).find(folder=folder)
+            stems = {shard.rpartition(".")[0] for shard in names}
+            for lender in base.manifest.parts:
+                if lender.name.rpartition(".")[0] in stems:
+                    copy_part(primary, self._store, folder, lender, files=names)
+            complete_copy(primary, self._store, base)
+        copy_part(primary, self._store, generation.folder, stored)
+
     def _drop_older(self, newest: Generation) -> None:
-        """Free the room of what came before; peers on this node may be a save ahead of us."""
-        catalog = Catalog(self._store)
+        """Free the room of what came before; peers on this node may be a save ahead of us.
+
+        What the newest builds on stays.
+        """
+        catalog, run, bases = Catalog(self._store), newest.manifest.run, newest.manifest.bases
         for one in catalog.committed():
-            if one.step < newest.step or one.manifest.run != newest.manifest.run:
+            builds = one.manifest.run == run and one.step in bases
+            if one.manifest.run != run or (one.step < newest.step and not builds):
                 catalog.delete(one)
         for folder in self._store.folders():
             step = step_of_folder(folder)
-            if step is not None and step < newest.step:
+            if step is not None and step < newest.step and step not in bases:
                 sweep(self._store, folder, spare_attempts=())
 
     def close(self) -> None:

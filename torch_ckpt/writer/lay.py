@@ -13,8 +13,11 @@ from torch_ckpt.writer.code import Coded
 class Laid:
     """An encoded shard that grows; there is no file until it has a byte."""
 
-    def __init__(self, store: Store, name: str, limit: int) -> None:
-        """`name` is relative to the root; there will be at most `limit` bytes."""
+    def __init__(self, store: Store | None, name: str, limit: int) -> None:
+        """`name` is relative to the root; there will be at most `limit` bytes.
+
+        Without a store nothing is written, and `finish` says what the file would be.
+        """
         self._store, self._name, self._limit = store, name, limit
         self._sink: Sink | None = None
         # Whole pages, as direct writes want them.
@@ -58,10 +61,11 @@ class Laid:
         """Make all of it durable; the file, if there is one."""
         if self._filled:
             self._flush()
-        if self._sink is None:
+        if not self._written:
             return ()
         began = time.monotonic()
-        self._sink.finish()
+        if self._sink is not None:
+            self._sink.finish()
         self.seconds += time.monotonic() - began
         return (StoredFile(name=self._name.rpartition("/")[2], bytes=self._written),)
 
@@ -72,8 +76,9 @@ class Laid:
 
     def _flush(self) -> None:
         began = time.monotonic()
-        if self._sink is None:
-            self._sink = self._store.create(self._name, self._limit, exact=False)
-        self._sink.write_at(self._written, memoryview(self._page_aligned)[: self._filled])
+        if self._store is not None:
+            if self._sink is None:
+                self._sink = self._store.create(self._name, self._limit, exact=False)
+            self._sink.write_at(self._written, memoryview(self._page_aligned)[: self._filled])
         self._written, self._filled = self._written + self._filled, 0
         self.seconds += time.monotonic() - began

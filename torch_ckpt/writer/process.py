@@ -296,7 +296,10 @@ class Writer:
         if tiers.options.archive is not None:
             duties["prune"] = lambda store, rule: tiers.prune_primary(store, rule, job.run)
         if (cache := tiers.cache) is not None:
-            duties["keep"] = lambda placed, done: cache.keep(job, placed, slab, done)
+            if share.encoder is None:
+                duties["keep"] = lambda placed, done: cache.keep(job, placed, slab, done)
+            else:
+                cache.keep_encoded(job)
         return duties
 
     def _remove(self, pending: _Pending) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch_ckpt.errors import (
     UnexpectedFile,
 )
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.generations.copy import copy_part, lacks, sizes_in
+from torch_ckpt.generations.copy import copy_part, lacks
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
+from torch_ckpt.generations.shards import sizes_in
 from torch_ckpt.manifest.commit import (
     publish_manifest,
     read_manifest,
@@ -128,14 +130,19 @@ class Promoter:
                 if index % self._world_size != self._rank:
                     continue
                 if lends or not self._recoded(folder, stored, there):
-                    copy_part(
-                        self.primary, self.archive, folder, stored, there=there, pace=self._pace
-                    )
+                    self._copied(folder, stored, there)
         except (IntegrityError, FormatError) as error:
             raise PromotionRefused(str(error), damage=True) from error
         except FileNotFoundError as error:
             self._insist_on(generation)
             raise StorageError(f"{self.archive.url} lost what it was sent: {error}") from error
+
+    def _copied(self, folder: str, stored: StoredFile, there: Mapping[str, int]) -> None:
+        """Send a part as it is."""
+        began = time.monotonic()
+        copied = copy_part(self.primary, self.archive, folder, stored, there=there, pace=self._pace)
+        if self._recoder is not None and copied.bytes:
+            self._recoder.note_sent(copied.bytes, time.monotonic() - began)
 
     def _recoded(self, folder: str, stored: StoredFile, there: Mapping[str, int]) -> bool:
         """Whether a part is in the archive, in its own codec."""
@@ -160,7 +167,7 @@ class Promoter:
         there = {n: listed[n] for n, one in attempts.items() if one == manifest.attempt}
         if any(one not in (None, manifest.attempt) for one in attempts.values()):
             self._littered.add(generation.folder)
-        if self._recoder is not None:
+        if self._recoder is not None and any(name.endswith(".blocks") for name in there):
             collected = self._recoder.collect(generation.folder, manifest, there)
             if collected is not None:
                 self._collected[generation.id] = collected

@@ -201,7 +201,6 @@ def test_a_pattern_may_name_a_codec(tmp_path: Path) -> None:
         ({"lossy_delta": 2.0, "incremental": True}, "lossy_delta cannot be 2.0"),
         ({"lossy_delta": {"*": True}, "incremental": True}, "maps patterns to errors"),
         ({"incremental": True, "slabs": 1}, "needs slabs=2"),
-        ({"incremental": True, "cache": "elsewhere"}, "a cache holds raw shards"),
         ({"full_every": 0}, "full_every must be"),
         ({"lossy_delta": "0.1", "incremental": True}, "lossy_delta cannot be '0.1'"),
     ],

@@ -18,7 +18,12 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def tiers(tmp_path: Path, **changed: Any) -> Checkpointer:
-    options = {"archive": tmp_path / "archive", "cache": tmp_path / "cache", "keep": KeepLast(1)}
+    options: dict[str, Any] = {
+        "archive": tmp_path / "archive",
+        "archive_codec": "raw",  # what pays is for the machine to say
+        "cache": tmp_path / "cache",
+        "keep": KeepLast(1),
+    }
     return Checkpointer(tmp_path / "root", **{**options, **changed})
 
 
