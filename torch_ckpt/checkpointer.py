@@ -146,7 +146,7 @@ class Checkpointer:
         self._places = Places(self._config)
         self._store = self._places.store
         self._ranks = Ranks(distributed, agree_timeout_s)
-        self._saver = Saver(self._config, self._store.url, self._ranks)
+        self._saver = Saver(self._config, self._store, self._ranks)
         self._resumer = Resumer(self._config, self._places.reach, self._ranks)
         self._exclusive = Exclusive()
         self._hook: Any = None
@@ -322,7 +322,7 @@ class Checkpointer:
         with self._exclusive.hold():
             self._finish_own_saves()
             folders, lent = self._resumer.set_aside(newer_than)
-            self._saver.apart |= {*folders, *lent}
+            self._saver.folders.apart |= {*folders, *lent}
             return folders
 
     def generations(self) -> list[Generation]:

@@ -20,12 +20,12 @@ import torch
 
 from torch_ckpt.config import Block, Config
 from torch_ckpt.errors import CkptError, DisagreementError, SaveFailed, SaveSkipped, SnapshotTorn
+from torch_ckpt.folders import Folders
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.retention import to_json
 from torch_ckpt.handover import Handover
 from torch_ckpt.manifest.attempts import Attempts
 from torch_ckpt.manifest.blocks import PAGE_BYTES
-from torch_ckpt.manifest.layout import step_of_folder
 from torch_ckpt.pending import PendingSave
 from torch_ckpt.sharding.agree import Agreement, Proposal, Ranks
 from torch_ckpt.sharding.differences import facts_of
@@ -35,6 +35,7 @@ from torch_ckpt.staging.slab import Slab
 from torch_ckpt.staging.slots import Slots
 from torch_ckpt.staging.snapshot import Snapshot, Source
 from torch_ckpt.staging.tree import Flat, flatten
+from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 
 logger = logging.getLogger(__name__)
@@ -65,23 +66,20 @@ class Request:
 class Saver:
     """Saves of one run by one rank."""
 
-    def __init__(self, config: Config, root: str, ranks: Ranks) -> None:
+    def __init__(self, config: Config, store: Store, ranks: Ranks) -> None:
         self._config, self._ranks = config, ranks
         self._planner = Planner(ranks.rank, ranks.world_size, config.group)
         self._attempts = Attempts()
         self._slots = Slots(config.slabs)
         self._copying: tuple[int, Snapshot, PendingSave] | None = None
         self._unchanged = Unchanged()
-        self.handover = Handover(config, root, (ranks.rank, ranks.world_size), self._slots)
+        self.handover = Handover(config, store.url, (ranks.rank, ranks.world_size), self._slots)
         self.handover.on_failure = self._on_failure
         self.run: str | None = None
         self.parent: Mapping[str, Any] | None = None
         """The generation this run resumed from."""
-        self.apart: frozenset[str] = frozenset()
-        """Folders of generations that stay as they are: set aside, quarantined, or a base."""
+        self.folders = Folders(store, builds=config.builds)
         self._patience_s = config.agree_timeout_s * _PATIENCE if ranks.world_size > 1 else math.inf
-        self._newest = -1
-        """The highest step that was saved here."""
 
     def prepare(self, state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Size the slabs for a state, touch their memory in the background, start the writer."""
@@ -107,8 +105,7 @@ class Saver:
         busy = slab is None and refusal is None and self._slots.all_taken()
         try:
             agreement = self._agree(request, flat, survey, refusal, busy=busy)
-            request = self._clear_of_apart(request, agreement.attempt)
-            self._newest = max(self._newest, request.step)
+            request = self._clear(request, agreement.attempt, permanent=agreement.permanent)
             pending = PendingSave(
                 step=request.step, folder=request.folder, attempt=agreement.attempt
             )
@@ -165,6 +162,7 @@ class Saver:
                 attempt=self._attempts.next(),
                 run=str(self.run),
                 folder=request.folder,
+                permanent="permanent" in request.tags,
                 busy=busy,
                 refused=refusal is not None,
                 stale=self._planner.stale,
@@ -178,15 +176,14 @@ class Saver:
         error = refusal or agreement.refusal
         if error is not None:
             raise error
+        self.folders.look(request.folder, self._ranks.share, leads=self._ranks.rank == 0)
         return agreement
 
-    def _clear_of_apart(self, request: Request, attempt: str) -> Request:
-        """Save beside a generation that was set aside, or may be a base, rather than over it."""
-        again = self._config.builds and request.step < self._newest
-        lends = again and step_of_folder(request.folder) is not None
-        if request.folder not in self.apart and not lends:
-            return request
-        return replace(request, folder=f"{request.folder}-{attempt}")
+    def _clear(self, request: Request, attempt: str, *, permanent: bool) -> Request:
+        """The same request, beside what has to stay, and permanent where rank 0 says so."""
+        folder = self.folders.clear(request.folder, request.step, attempt)
+        tags = dict.fromkeys(["permanent"] if permanent else [], "")
+        return replace(request, folder=folder, tags=tags if self._ranks.rank else request.tags)
 
     def _skip(self, pending: PendingSave, slab: Slab | None) -> PendingSave:
         if slab is not None:
@@ -351,7 +348,8 @@ class Saver:
             # Each of two saves in one folder would take the other's files for leftovers.
             request = replace(request, folder=f"{request.folder}-{attempt}")
         else:
-            request = self._clear_of_apart(request, attempt)
+            self.folders.look(request.folder, self._ranks.share, leads=True)
+            request = self._clear(request, attempt, permanent="permanent" in request.tags)
         job = self._job(request, flat, plan, attempt, None)
         if self._config.promotes:  # only the writer knows what the archive has
             job = replace(job, keep=None)
@@ -369,7 +367,7 @@ class Saver:
         `apart` are folders that saves leave as they are.
         """
         self.forget()
-        self.apart = frozenset(apart)
+        self.folders.leave(apart)
         if generation is not None:
             self.run = generation.manifest.run
             self.parent = dict(zip(("step", "attempt"), generation.id, strict=True))

@@ -49,6 +49,15 @@ def train(rank: int, root: str) -> None:
             checkpointer.wait()
 
 
+def tagged(rank: int, root: str) -> None:
+    """Save four steps, the third of which rank 0 alone calls permanent."""
+    with Checkpointer(root, incremental=True, keep=None) as checkpointer:
+        for step in (1, 2, 3, 4):
+            tags = ["permanent"] if (rank, step) == (0, 3) else []
+            checkpointer.save(state_of(rank, step), step, tags=tags).wait()
+            dist.barrier()
+
+
 def resume(rank: int, root: str) -> tuple[int | None, bool]:
     """Resume and compare every bit."""
     state = state_of(rank, 0)

@@ -23,3 +23,10 @@ def test_after_a_share_that_failed_ranks_build_on_nothing_uncommitted(tmp_path: 
     assert len(files) == 5 * 4, files  # nothing of the saves that failed
     assert run_ranks(tmp_path / "two", job.resume, 2, str(root)) == [(7, True), (7, True)]
     assert run_ranks(tmp_path / "one", job.resume, 1, str(root)) == [(7, True)]
+
+
+def test_what_rank_0_alone_calls_permanent_stands_alone_on_all_ranks(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert run_ranks(tmp_path / "jobs", job.tagged, 2, str(root)) == [None, None]
+    assert chains.bases(root) == {1: (), 2: (1,), 3: (), 4: (3,)}
+    chains.assert_sound(root)

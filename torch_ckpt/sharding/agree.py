@@ -39,6 +39,8 @@ class Proposal:
     """Rank 0's counts."""
     folder: str = ""
     """The generation's name."""
+    permanent: bool = False
+    """Rank 0's counts."""
     busy: bool = False
     refused: bool = False
     """This rank cannot take part; it raises its own error."""
@@ -59,6 +61,8 @@ class Agreement:
     failed: frozenset[str]
     stale: bool = False
     """Whether any rank has to plan afresh, so that all do."""
+    permanent: bool = False
+    """Whether no rank may lose anything, or build on what was saved before."""
     refusal: DisagreementError | None = None
     """Why there is nothing to save together, if so; names ranks and values."""
 
@@ -131,7 +135,11 @@ class Ranks:
         """
         if self._group is None:
             return Agreement(
-                attempt=mine.attempt, busy=mine.busy, failed=frozenset(), stale=mine.stale
+                attempt=mine.attempt,
+                busy=mine.busy,
+                failed=frozenset(),
+                stale=mine.stale,
+                permanent=mine.permanent,
             )
         words = torch.tensor(
             [
@@ -139,7 +147,7 @@ class Ranks:
                 int(mine.fingerprint[:15] or "0", 16),
                 int(mine.attempt, 16),
                 int(mine.run[:15] or "0", 16),
-                mine.busy | mine.refused << 1 | mine.stale << 2,
+                mine.busy | mine.refused << 1 | mine.stale << 2 | mine.permanent << 3,
                 int(hashlib.sha256(os.fsencode(mine.folder)).hexdigest()[:15], 16),
                 *(int(attempt, 16) for attempt in mine.failed),
                 *[0] * (FAILED - len(mine.failed)),
@@ -152,6 +160,7 @@ class Ranks:
             busy=any(row[4] & 1 for row in table),
             failed=frozenset(f"{one:08x}" for row in table for one in row[6:] if one),
             stale=any(row[4] & 4 for row in table),
+            permanent=bool(table[0][4] & 8),
             refusal=self._difference(table, mine),
         )
 
