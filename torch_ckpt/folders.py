@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from threading import Thread
 
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.generations.prune import lending
-from torch_ckpt.generations.tiers import answer_in_time
+from torch_ckpt.generations.tiers import PATIENCE_S
 from torch_ckpt.manifest.layout import step_of_folder
 from torch_ckpt.storage.store import Store
 
@@ -55,14 +56,24 @@ class Folders:
         return f"{folder}-{attempt}" if folder in self.apart or lends else folder
 
     def _there(self) -> frozenset[str] | None:
-        """What must stay of what others have saved; None if storage does not say."""
+        """What must stay of what others have saved; None if storage does not say in time."""
+        answers: list[frozenset[str]] = []
+        # Not in this thread, nor by a pool of it: a signal handler that saves may interrupt it
+        # anywhere, and would wait for ever for what it holds.
+        asking = Thread(target=self._ask, args=(answers,), name="ckpt-ask", daemon=True)
+        asking.start()
+        asking.join(PATIENCE_S)
+        if answers:
+            return answers[0]
+        url = self._store.url
+        logger.warning("saves go beside what may be in %s, which cannot be listed", url)
+        return None
+
+    def _ask(self, answers: list[frozenset[str]]) -> None:
         try:
-            there = answer_in_time(Catalog(self._store).committed)
+            there = Catalog(self._store).committed()
         except (CkptError, OSError) as error:
-            logger.warning(
-                "saves go beside what may be in %s, which cannot be listed: %s",
-                self._store.url,
-                error,
-            )
-            return None
-        return frozenset(lending(there)) | {one.folder for one in there if one.set_apart}
+            logger.warning("%s", error)
+            return
+        apart = {one.folder for one in there if one.set_apart}
+        answers.append(frozenset(lending(there) | apart))

@@ -348,7 +348,7 @@ class Saver:
             # Each of two saves in one folder would take the other's files for leftovers.
             request = replace(request, folder=f"{request.folder}-{attempt}")
         else:
-            self.folders.look(request.folder, self._ranks.share, leads=True)
+            # Without a look, which it may interrupt: where nothing is known yet, it goes beside.
             request = self._clear(request, attempt, permanent="permanent" in request.tags)
         job = self._job(request, flat, plan, attempt, None)
         if self._config.promotes:  # only the writer knows what the archive has
