@@ -37,10 +37,10 @@ def open_tiers(folder: str, rank: int, **changed: Any) -> Checkpointer:
     )
 
 
-def save(rank: int, folder: str, steps: int) -> list[str]:
+def save(rank: int, folder: str, steps: int, options: dict[str, Any] | None = None) -> list[str]:
     model, optimizer = sharded_job.build("fsdp")
     states = []
-    with open_tiers(folder, rank) as checkpointer:
+    with open_tiers(folder, rank, **options or {}) as checkpointer:
         for step in range(1, steps + 1):
             sharded_job.train(model, optimizer, step)
             state = {"model": model, "optimizer": optimizer, "step": step}
@@ -121,6 +121,20 @@ def test_ranks_read_from_their_caches_or_all_of_them_from_farther_away(
     assert found == [(2, "archive", [])] * RANKS, found
     found = run_ranks(tmp_path / "again", resume, RANKS, str(saved))
     assert found == [(2, node_of(rank), []) for rank in range(RANKS)], found
+
+
+def test_caches_of_an_encoded_line_hold_what_their_ranks_build_on(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    line = {"codec": "zstd", "incremental": True}
+    run_ranks(tmp_path / "saved", save, RANKS, str(place), 3, line)
+    for node, ranks in (("node-0", "01"), ("node-1", "23")):
+        shards = {path.name[9:10] for path in place.glob(f"{node}/*/*.blocks")}
+        assert shards == set(ranks)
+    for path in (place / "root").glob("*/*.blocks"):
+        path.unlink()
+    found = run_ranks(tmp_path / "cached", resume, RANKS, str(place))
+    assert found == [(3, node_of(rank), []) for rank in range(RANKS)], found
 
 
 @pytest.mark.slow
