@@ -19,18 +19,20 @@ from tests.distributed.votes_programs import stop_for, writer_of
 from torch_ckpt import Checkpointer, CkptError
 
 STAGES = ("before staging", "while copying", "while writing", "before the manifest")
-TIMEOUT_S = 5.0
 
 
 def _truth(model: Any, optimizer: Any) -> dict[str, Any]:
     return whole({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
 
 
-def save_and_fail(rank: int, root: str, victim: int | None, stage: str, stops: bool) -> str:
+def save_and_fail(
+    rank: int, root: str, timeout_s: float, victim: int | None, stage: str, stops: bool
+) -> str:
     """Commit step 1; during step 2 one rank, or all of them, are killed or stopped."""
     model, optimizer = build("fsdp")
+    dist.barrier()  # what a rank needed to get here does not count
     checkpointer = Checkpointer(
-        root, keep=None, commit_timeout_s=TIMEOUT_S, agree_timeout_s=TIMEOUT_S
+        root, keep=None, commit_timeout_s=timeout_s, agree_timeout_s=timeout_s
     )
     for step in (1, 2):
         train(model, optimizer, step)
@@ -46,7 +48,7 @@ def save_and_fail(rank: int, root: str, victim: int | None, stage: str, stops: b
     mine = victim in (None, rank)
     writer = writer_of(checkpointer)
     if mine and stage == STAGES[0]:
-        _end(stops)
+        _end(stops, timeout_s)
     if stage == STAGES[3] and rank == 0:
         os.kill(writer, signal.SIGSTOP)  # parts come, the manifest does not
     heard = ""
@@ -61,7 +63,7 @@ def save_and_fail(rank: int, root: str, victim: int | None, stage: str, stops: b
         if mine and stage in STAGES[2:] and not stops:
             os.kill(writer, signal.SIGKILL)
         if mine:
-            _end(stops)
+            _end(stops, timeout_s)
     if stage == STAGES[3] and rank == 0:
         os.kill(writer, signal.SIGCONT)
     for call in (checkpointer.wait, checkpointer.close):
@@ -72,9 +74,9 @@ def save_and_fail(rank: int, root: str, victim: int | None, stage: str, stops: b
     return heard
 
 
-def _end(stops: bool) -> None:
+def _end(stops: bool, timeout_s: float) -> None:
     if stops:
-        stop_for(2 * TIMEOUT_S)  # by then the others have given up
+        stop_for(2 * timeout_s)  # by then the others have given up
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -106,6 +107,39 @@ def test_of_buffers_that_differ_between_ranks_rank_0s_are_saved(tmp_path: Path) 
     shards = [path.stat().st_size for path in root.glob("step-0000000001/*.safetensors")]
     assert len(shards) == 2
     assert max(shards) < 1.3 * min(shards)
+
+
+class Codebook(torch.nn.Module):
+    """Weights, and a large buffer that each rank changes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1024, 1024)
+        self.register_buffer("codes", torch.zeros(1024, 600))
+        self.frozen = torch.nn.Parameter(torch.ones(1024, 1024), requires_grad=False)
+
+
+def save_large_buffers(rank: int, root: str, known: bool) -> None:
+    torch.manual_seed(0)
+    model = Codebook()
+    model.get_buffer("codes").fill_(rank + 1.0)
+    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save({"model": model}, 1, optimizers=[optimizer] if known else [])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_of_a_modules_large_buffers_rank_0s_are_saved_and_the_rest_is_shared_out(
+    tmp_path: Path, known: bool
+) -> None:
+    root = tmp_path / "run"
+    run_ranks(tmp_path / "ranks", save_large_buffers, 2, str(root), known)
+    model = load_generation(root)["model"]
+    assert torch.equal(model["codes"], torch.ones(1024, 600))
+    assert torch.equal(model["frozen"], torch.ones(1024, 1024))
+    shards = [path.stat().st_size for path in root.glob("step-0000000001/*.safetensors")]
+    assert len(shards) == 2
+    assert max(shards) < 1.1 * min(shards), "frozen weights are no buffers"
 
 
 def different_steps(rank: int, root: str) -> str:

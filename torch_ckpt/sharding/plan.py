@@ -9,7 +9,7 @@ of memory or storage.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -110,13 +110,15 @@ class Planner:
         exchange: Exchange,
         *,
         afresh: bool = False,
-        unowned: Callable[[], Collection[str]] | None = None,
+        unowned: Callable[[], Mapping[str, bool]] | None = None,
     ) -> Plan:
         """This rank's share of the state that was surveyed last.
 
         All ranks call `exchange` or none does: `afresh` if the plan of any of them is stale.
         `unowned` names tensors that no optimizer owns, so that ranks that agree on everything else
-        may differ in them: of the small ones among these, which are not sharded, rank 0's count.
+        may differ in them, each with whether it is a buffer for certain. Of those that are not
+        sharded, rank 0's count if they are: the pieces of a large one, shared out, could be those
+        of different versions. So do the rest's if they are small; large ones are frozen weights.
 
         Raises:
             UnsupportedState: a tensor is shared out over ranks that take no part.
@@ -141,7 +143,7 @@ class Planner:
         self,
         flat: Flat,
         exchange: Exchange,
-        unowned: Callable[[], Collection[str]] | None = None,
+        unowned: Callable[[], Mapping[str, bool]] | None = None,
     ) -> Plan:
         if self._world_size == 1 and not flat.sharded:
             return self._planned([_complete(name, t) for name, t in flat.tensors.items()])
@@ -156,9 +158,14 @@ class Planner:
         of_first: set[int] = set()
         if unowned is not None and self._world_size > 1:
             names = unowned()
-            small = [c.tensor for c in alike if c.bytes < SMALL_BYTES and shared[c.tensor] in names]
+            bound = [
+                claim.tensor
+                for claim in alike
+                if (certain := names.get(shared[claim.tensor])) is not None
+                and (certain or claim.bytes < SMALL_BYTES)
+            ]
             # Rank 0's word, so that all ranks come to one plan whatever their optimizers hold.
-            mine = torch.tensor(small, dtype=torch.int64).reshape(len(small), 1)
+            mine = torch.tensor(bound, dtype=torch.int64).reshape(len(bound), 1)
             of_first = set(exchange(mine)[0].flatten().tolist())
         owned = assign([*alike, *found.shared], found.loads, of_first=of_first)
         written = [*found.alone, *(claim for rank, claim in owned if rank == self._rank)]

@@ -47,16 +47,25 @@ class Owned:
 _STATES_PER_PARAMETER = {"SGD": 0, "Adagrad": 1, "RMSprop": 1, "Adadelta": 2}
 
 
-def unowned(flat: Flat, optimizers: Iterable[torch.optim.Optimizer]) -> set[str]:
+def unowned(flat: Flat, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, bool]:
     """The tensors of a state that no optimizer owns, such as running statistics.
 
-    Empty where no optimizer is known, in the state or among `optimizers`: then nobody can tell.
+    Each with whether it is a module's buffer for certain. Of the others, some may be buffers of
+    modules whose `state_dict` alone is known. Without an optimizer, in the state or among
+    `optimizers`, nobody can tell, and certain buffers are all there is.
     """
+    names, tensors = list(flat.tensors), list(flat.tensors.values())
+    regions = regions_of(tensors)
+    held = [buffer for module in flat.modules for buffer in module.buffers()]
+    # One that is not saved may be of any kind.
+    plain = [b for b in held if type(b) is torch.Tensor and b.layout is torch.strided]
+    buffers = set(regions_of([b for b in plain if not b.is_meta]))
+    certain = {name: True for name, one in zip(names, regions, strict=True) if one in buffers}
     known = [*optimizers, *flat.optimizers]
     if not known:
-        return set()
-    owned = Owned(known).which(list(flat.tensors.values()))
-    return {name for name, one in zip(flat.tensors, owned, strict=True) if not one}
+        return certain
+    owned = Owned(known).which(tensors)
+    return {name: name in certain for name, one in zip(names, owned, strict=True) if not one}
 
 
 def expected_growth(optimizers: Iterable[torch.optim.Optimizer], flat: Flat) -> int:

@@ -48,6 +48,8 @@ class Flat:
     """Names of tensors that only carry the bytes of an array or an object."""
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     """Optimizers met on the way."""
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    """Modules met on the way."""
 
 
 def is_stateful(value: object) -> bool:
@@ -97,6 +99,8 @@ class _TreeEncoder:
         if is_stateful(value):
             if isinstance(value, torch.optim.Optimizer):
                 self.flat.optimizers.append(value)
+            elif isinstance(value, torch.nn.Module):
+                self.flat.modules.append(value)
             return encode(value.state_dict(), path, self)  # type: ignore[attr-defined]
         return None
 
