@@ -58,6 +58,19 @@ def tagged(rank: int, root: str) -> None:
             dist.barrier()
 
 
+def go_on(rank: int, root: str, steps: tuple[int, ...]) -> tuple[int | None, bool]:
+    """Resume, compare every bit, and save more steps."""
+    state = state_of(rank, 0)
+    with Checkpointer(root, incremental=True, codec="zstd", keep=None) as checkpointer:
+        found = checkpointer.resume(state)
+        for step in steps:
+            checkpointer.save(state_of(rank, step), step).wait(timeout_s=60)
+    if found is None:
+        return None, False
+    wanted = state_of(rank, found.step)
+    return found.step, all(torch.equal(state[n], wanted[n]) for n in ("frozen", "slow"))
+
+
 def resume(rank: int, root: str) -> tuple[int | None, bool]:
     """Resume and compare every bit."""
     state = state_of(rank, 0)

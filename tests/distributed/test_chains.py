@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import chains
 from tests.distributed import chain_job as job
 from tests.distributed.ranks import run_ranks
@@ -29,4 +31,19 @@ def test_what_rank_0_alone_calls_permanent_stands_alone_on_all_ranks(tmp_path: P
     root = tmp_path / "run"
     assert run_ranks(tmp_path / "jobs", job.tagged, 2, str(root)) == [None, None]
     assert chains.bases(root) == {1: (), 2: (1,), 3: (), 4: (3,)}
+    chains.assert_sound(root)
+
+
+@pytest.mark.slow
+def test_a_chain_begins_anew_where_the_number_of_ranks_changes(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    for count, steps, found in [
+        (2, (1, 2), (None, False)),
+        (1, (3, 4), (2, True)),
+        (3, (5, 6), (4, True)),
+        (2, (), (6, True)),
+    ]:
+        jobs = tmp_path / f"jobs-{count}-{steps}"
+        assert run_ranks(jobs, job.go_on, count, str(root), steps) == [found] * count
+    assert chains.bases(root) == {1: (), 2: (1,), 3: (), 4: (3,), 5: (), 6: (5,)}
     chains.assert_sound(root)

@@ -39,6 +39,21 @@ def bases_first(ordered: Sequence[Generation]) -> list[Generation]:
     return list(placed.values())
 
 
+def pin_for(coming: Sequence[Generation], known: Sequence[Generation]) -> Pinned:
+    """What `prune` asks in a tier that some generations have yet to reach, after their bases.
+
+    A newer one that stands alone may be there before them, and the tier's own rule sees no more.
+    """
+    needed = base_steps(coming, known)
+
+    def pinned(one: Generation) -> str | None:
+        if one.step not in needed:
+            return None
+        return f"step {needed[one.step]}, which is on its way, needs it as a base"
+
+    return pinned
+
+
 def pin_until_archived(archive: Store, unwanted: Collection[tuple[int, str]] = ()) -> Pinned:
     """What `prune` asks before a generation leaves the tier in front of `archive`.
 

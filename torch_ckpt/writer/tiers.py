@@ -20,7 +20,7 @@ from typing import Any
 from torch_ckpt.errors import ArchiveTaken, CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
 from torch_ckpt.generations.index import write_index
-from torch_ckpt.generations.leaving import bases_first, unwanted
+from torch_ckpt.generations.leaving import bases_first, pin_for, unwanted
 from torch_ckpt.generations.prune import delete_unlent, prune
 from torch_ckpt.generations.retention import Retention, from_json
 from torch_ckpt.manifest.schema import Manifest
@@ -311,9 +311,10 @@ class Tiers:
         def prune_archive(archive: Store) -> None:
             if self._keep_archive is not None:
                 # What the primary tier has is perhaps on its way: other ranks send it, too.
-                waiting = {one.id for one in self._waiting()}
-                over = lambda key: key not in waiting  # noqa: E731
-                prune(Catalog(archive), self._keep_archive, run=run, over=over)
+                coming = self._waiting()
+                over = lambda key: all(one.id != key for one in coming)  # noqa: E731
+                pinned = pin_for(coming, list(self._known.values()))
+                prune(Catalog(archive), self._keep_archive, run=run, over=over, pinned=pinned)
             write_index(Catalog(archive))
 
         def prune_primary(primary: Store) -> None:

@@ -84,6 +84,31 @@ def test_a_child_waits_for_a_base_that_cannot_be_promoted_yet(tmp_path: Path) ->
         assert_same(load_generation(tmp_path / "archive", step), state_at(step))
 
 
+def test_a_base_stays_in_the_archive_while_what_builds_on_it_is_on_its_way(tmp_path: Path) -> None:
+    obstacle = tmp_path / "archive" / "step-0000000004"
+    options = {"keep": None, "keep_archive": KeepLast(1), "full_every": 8}
+    with checkpointer(tmp_path, **options) as saver:
+        for step in (1, 2, 3):
+            saver.save(state_at(step), step).wait("archived", 60)
+        obstacle.touch()
+        saver.save(state_at(4), 4).wait()
+        # Whole by itself and as new, so a rule that counts what has arrived drops the chain.
+        alone = saver.save(state_at(4), 4, folder="best", tags=["permanent"])
+        alone.wait("archived", 60)
+        obstacle.unlink()
+        saver.save(state_at(5), 5).wait("archived", 60)
+    committed = chains.Catalog(chains.store_at(tmp_path / "archive")).committed()
+    assert {one.folder[-4:]: one.manifest.bases for one in committed} == {
+        "0001": (),
+        "0002": (1,),
+        "0003": (1, 2),
+        "0004": (1, 2, 3),
+        "best": (),
+        "0005": (1, 2, 3, 4),
+    }
+    assert_sound(tmp_path / "archive")
+
+
 def test_a_promotion_that_was_cut_is_taken_up_bases_first(tmp_path: Path) -> None:
     with checkpointer(tmp_path, archive=None, keep=None) as saver:
         for step in range(1, 7):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.faults import FaultyStore
-from torch_ckpt.errors import StorageError
+from torch_ckpt.errors import SaveFailed, StorageError
 from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.manifest.layout import folder_name
 from torch_ckpt.manifest.schema import Manifest
@@ -32,8 +34,18 @@ class Saves:
         self.encoder = Encoder(Encoding(incremental=True, **options))
         self.weight = np.random.default_rng(0).standard_normal(SIZE, np.float32)
 
-    def save(self, step: int, *, seen: list[str] | None = None, **facts: Any) -> Manifest:
-        """Change a little and commit; `seen` gets the folders whose manifests were read first."""
+    def save(
+        self,
+        step: int,
+        *,
+        seen: list[str] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+        **facts: Any,
+    ) -> Manifest:
+        """Change a little and commit; `seen` gets the folders whose manifests were read first.
+
+        `meanwhile` happens once the shard is durable.
+        """
         self.weight *= np.float32(1 + 1e-4)
         slab = memoryview(bytearray(self.weight.tobytes()))
         shape = [SIZE]
@@ -53,13 +65,17 @@ class Saves:
         share = Share(self.encoder, late=False)
         nobody = Watch(
             released=lambda: None,
-            confirmed=lambda: None,
+            confirmed=meanwhile,
             abandoned=lambda: None,
             keep=share.keep,
         )
         before = len(self.store.calls)
         with ThreadPoolExecutor(2) as pool:
-            manifest = persist(job, slab, self.store, pool, nobody, share.write)
+            try:
+                manifest = persist(job, slab, self.store, pool, nobody, share.write)
+            except SaveFailed:
+                share.failed()
+                raise
         calls = self.store.calls[before:]
         created = next(i for i, (operation, _) in enumerate(calls) if operation == "create")
         if seen is not None:
@@ -124,3 +140,21 @@ def test_multiples_that_an_archive_keeps_for_ever_stand_alone(tmp_path: Path) ->
         (),
         (6,),
     ]
+
+
+def test_a_base_that_goes_between_the_shard_and_the_commit_costs_that_save(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, full_every=8)
+    for step in (1, 2):
+        saves.save(step)
+    with pytest.raises(SaveFailed, match="step 1 in step-0000000001, which is not committed"):
+        saves.save(3, meanwhile=lambda: shutil.rmtree(tmp_path / folder_name(1)))
+    assert not list(tmp_path.glob("step-0000000003/*")), "and nothing of it is left"
+    assert [saves.save(step).bases for step in (4, 5)] == [(), (4,)]
+
+
+def test_a_save_under_a_users_name_leaves_the_line_its_base(tmp_path: Path) -> None:
+    saves = Saves(tmp_path, full_every=8)
+    assert [
+        saves.save(step, folder=name).bases for step, name in [(1, "step-0000000001"), (2, "best")]
+    ] == [(), (1,)]
+    assert [saves.save(step).bases for step in (3, 4)] == [(1,), (1, 3)]
