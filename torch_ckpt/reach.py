@@ -9,7 +9,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch_ckpt.errors import CkptError, GenerationNotFound, StorageError
+from torch_ckpt.errors import (
+    CkptError,
+    FormatError,
+    GenerationNotFound,
+    IntegrityError,
+    StorageError,
+)
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import lacks
 from torch_ckpt.generations.index import refresh_index
@@ -20,6 +26,7 @@ from torch_ckpt.generations.tiers import (
     Tier,
     TierName,
     answer_in_time,
+    same_generation,
     survey,
 )
 from torch_ckpt.manifest.commit import read_part, update_tags
@@ -27,6 +34,9 @@ from torch_ckpt.manifest.layout import part_name
 from torch_ckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+_FINDING_ORDER: tuple[TierName, ...] = ("primary", "archive", "cache")
+"""Who is asked which generation a name means; where it is then read is another question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +90,31 @@ class Reach:
             if name == "primary" or (name == "archive" and not found.held):
                 raise StorageError(f"the {name} tier does not answer: {reason}")
             logger.warning("the %s tier is passed over, it does not answer: %s", name, reason)
-        return found
+        return self._without_strangers(found)
+
+    def _without_strangers(self, found: Survey) -> Survey:
+        """The same, but for what a cache has of another run: its folder may have served that one.
+
+        Runs are told apart by what the other tiers hold; where those hold nothing, nobody can.
+        """
+        runs = {one.generation.manifest.run for one in found.held if _is_shared(one)}
+        own: list[Held] = []
+        for one in found.held:
+            if _is_shared(one):
+                own.append(one)
+                continue
+            told = one.generation.url, one.generation.manifest.run
+            if runs and one.generation.manifest.run not in runs:
+                logger.warning("%s is of another run (%s) and is passed over", *told)
+                continue
+            own.append(one)
+            if not runs:
+                logger.warning(
+                    "%s is in the cache alone; if run %s is not this one, give this one a cache "
+                    "of its own",
+                    *told,
+                )
+        return replace(found, held=own)
 
     def generations(self) -> list[Generation]:
         """What the tiers that all ranks share hold, newest first, where it is nearest there."""
@@ -100,20 +134,34 @@ class Reach:
         """The generation of a folder, or else of a step, wherever it is.
 
         Raises:
+            StorageError: the primary tier did not answer; or the archive, and no other has it.
+            FormatError, IntegrityError: its manifest is damaged, and no other tier has it.
             GenerationNotFound: there is none; the message says what there is.
         """
         refusal: GenerationNotFound | None = None
-        for tier in self.tiers:
+        failure: CkptError | None = None
+        # The cache comes last: it may hold what had this folder before.
+        for tier in sorted(self.tiers, key=lambda tier: _FINDING_ORDER.index(tier.name)):
             try:
                 found = tier.catalog.find(step=step, folder=folder)
             except GenerationNotFound as error:
                 refusal = refusal or error
-                if tier.name == "primary":
-                    refusal = error
+                continue
+            except (StorageError, FormatError, IntegrityError) as error:
+                if tier.name == "primary" and isinstance(error, StorageError):
+                    raise
+                failure = failure or error
+                logger.error("the %s tier is passed over: %s", tier.name, error)
+                continue
+            if tier.name == "cache" and not self._holds(found):
                 continue
             names: list[TierName] = [one.name for one in self.tiers if self._has(one, found)]
             return Option(folder=found.folder, attempt=found.manifest.attempt, tiers=tuple(names))
-        raise refusal or GenerationNotFound(f"no generation in {self.names}")
+        raise failure or refusal or GenerationNotFound(f"no generation in {self.names}")
+
+    def _holds(self, generation: Generation) -> bool:
+        """Whether a generation that only the cache has is of this run, as far as one can tell."""
+        return any(same_generation(one.generation, generation) for one in self.look().held)
 
     def _has(self, tier: Tier, generation: Generation) -> bool:
         def find() -> Generation:
@@ -181,3 +229,8 @@ class Reach:
         for name in held.tiers:
             if name != "cache":
                 update_tags(self.store(name), held.generation.folder, add={tag: reason})
+
+
+def _is_shared(held: Held) -> bool:
+    """Whether a tier that all ranks share has it."""
+    return any(name != "cache" for name in held.tiers)
