@@ -47,7 +47,11 @@ def check(
             else:
                 assert isinstance(result, str), "survivors end by themselves"
     for number, (world, how) in enumerate(back):
-        each = run_ranks(folder / f"back-{number}", job.resume_all, world, roots, how)
+        # Writers of killed trainers may take their time before each root is resumed.
+        patience_s = 120 + timeout_s * len(cases)
+        each = run_ranks(
+            folder / f"back-{number}", job.resume_all, world, roots, how, timeout_s=patience_s
+        )
         for found in each:
             assert isinstance(found, list), found
             assert [one["differs"] for one in found] == [[]] * len(cases)
