@@ -62,8 +62,12 @@ def save_and_fail(
             pending.wait()
         if mine and stage in STAGES[2:] and not stops:
             os.kill(writer, signal.SIGKILL)
+        if mine and stops:
+            stop_for(2 * timeout_s)  # by then the others have given up
+            if stage == STAGES[3] and rank == 0:
+                os.kill(writer, signal.SIGCONT)  # a stopped one would be waited for in vain
         if mine:
-            _end(stops, timeout_s)
+            _end(False, timeout_s)
     if stage == STAGES[3] and rank == 0:
         os.kill(writer, signal.SIGCONT)
     for call in (checkpointer.wait, checkpointer.close):
