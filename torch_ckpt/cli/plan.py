@@ -12,7 +12,7 @@ from torch_ckpt.cli.places import NoSuchThing
 from torch_ckpt.cli.tiers import Tiers
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.index import forget, refresh_index
-from torch_ckpt.generations.leaving import pin_until_archived, unwanted
+from torch_ckpt.generations.leaving import pin_for, pin_until_archived, unwanted
 from torch_ckpt.generations.prune import Pinned, prune
 from torch_ckpt.generations.retention import Among, Retention, Verdict
 from torch_ckpt.generations.tiers import Survey, Tier
@@ -74,7 +74,10 @@ def plans_for(tiers: Tiers, keep: Retention | None, keep_archive: Retention | No
         if tier.name == "primary" and keep is not None:
             rule, pinned = keep, _pin(tiers, found, keep_archive)
         elif tier.name == "archive" and keep_archive is not None:
-            rule = Among(keep_archive, _elsewhere(found, tier))
+            coming = _elsewhere(found, tier)
+            rule = Among(keep_archive, coming)
+            dropped = _dropped(found, keep_archive)
+            pinned = pin_for([one for one in coming if one.id not in dropped], found.generations)
         plan = _plan(tier, rule, pinned)
         if tier.name == "primary" and keep is not None and tiers.store("archive") is not None:
             plan = _explained(plan, _dropped(found, keep_archive))

@@ -12,6 +12,7 @@ import torch
 from tests import chains
 from tests.chains import assert_same, assert_sound
 from torch_ckpt import Checkpointer, KeepLast, load_generation
+from torch_ckpt.cli.main import run
 
 SIZE = 1 << 18
 
@@ -107,6 +108,20 @@ def test_a_base_stays_in_the_archive_while_what_builds_on_it_is_on_its_way(tmp_p
         "0005": (1, 2, 3, 4),
     }
     assert_sound(tmp_path / "archive")
+
+
+def test_a_prune_by_hand_leaves_the_archive_the_bases_of_what_it_has_yet_to_get(
+    tmp_path: Path,
+) -> None:
+    with checkpointer(tmp_path, archive=None, keep=None) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(state_at(step), step).wait()
+    ahead, behind = tmp_path / "run", tmp_path / "archive"
+    shutil.copytree(ahead, behind, ignore=shutil.ignore_patterns("step-0000000003"))
+    rules = ["--keep", "last=1", "--keep-archive", "last=1,every=3", "--yes"]
+    assert run(["prune", str(ahead), "--archive", str(behind), *rules]) == 0
+    assert_whole(ahead, [1, 2, 3, 4])
+    assert_whole(behind, [1, 2, 4])
 
 
 def test_a_promotion_that_was_cut_is_taken_up_bases_first(tmp_path: Path) -> None:
