@@ -15,9 +15,7 @@ import random
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accelerate_ckpt import CheckpointPlugin, attach
-from tests.ports import free_port
+from tests.running import LIMIT_S, Done, Running, environments
 from tests.tensors import digest_of, tensors_in
 
 # What Accelerate and torch import late, so that forked processes find it imported.
@@ -232,75 +230,22 @@ def main(job: dict[str, Any]) -> None:
 # ── running it ────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Done:
-    """What became of one process of a job."""
-
-    code: int
-    lines: list[dict[str, Any]]
-    log: str
-
-
-class Running:
-    """One process of a job. It is forked from a server that has imported everything."""
-
-    def __init__(self, job: dict[str, Any], **env: str) -> None:
-        folder = Path(job["folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        self._out, self._log = (folder / f"{uuid.uuid4().hex}.{end}" for end in ("out", "log"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.accelerate.job"])
-        arguments = (job, str(self._out), str(self._log), env)
-        self.process = context.Process(target=_redirected, args=arguments)
-        self.process.start()
-
-    def wait(self, timeout_s: float = 90.0) -> Done:
-        """How it ended; an end by signal n is code -n."""
-        self.process.join(timeout_s)
-        log = self._log.read_text()
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join()
-            raise AssertionError(f"still running after {timeout_s:g} s:\n{log[-3000:]}")
-        lines = [json.loads(line) for line in self._out.read_text().splitlines()]
-        return Done(self.process.exitcode, lines, log)
-
-
 def start_ranks(job: dict[str, Any], world_size: int) -> list[Running]:
     """Start a job as torchrun would: a process a rank; one rank has no process group."""
-    if world_size == 1:
-        return [Running(job)]
-    port = free_port()
+    alone: list[dict[str, str]] = [{}]
     return [
-        Running(
-            job,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            GLOO_SOCKET_IFNAME="lo",
-        )
-        for rank in range(world_size)
+        Running("tests.accelerate.job:forking", "tests.accelerate.job", job, **env)
+        for env in (alone if world_size == 1 else environments(world_size))
     ]
 
 
-def run(job: dict[str, Any], world_size: int = 1, timeout_s: float = 90.0) -> list[Done]:
+def run(job: dict[str, Any], world_size: int = 1, timeout_s: float = LIMIT_S) -> list[Done]:
     """Run a job to its end, whatever that is."""
     return [rank.wait(timeout_s) for rank in start_ranks(job, world_size)]
 
 
-def _redirected(job: dict[str, Any], out: str, log: str, env: dict[str, str]) -> None:
-    for path, descriptor in ((out, 1), (log, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    os.environ.update(env)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # of workers; they would import torch again
+def forking(job: dict[str, Any]) -> None:
+    """Run the `main` of a job, whose workers are forked: they would import torch again."""
+    multiprocessing.set_start_method("fork", force=True)
     module, _, name = job.get("main", "tests.accelerate.job:main").partition(":")
     getattr(importlib.import_module(module), name)(job)
-    sys.stdout.flush()

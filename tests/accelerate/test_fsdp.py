@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_ckpt import CheckpointPlugin, attach
 from tests.accelerate.fsdp_job import Net, digest
-from tests.accelerate.job import Done, committed, reset, run
+from tests.accelerate.job import committed, reset, run
+from tests.running import Done
 
 JOB = {"main": "tests.accelerate.fsdp_job:main", "save_at": [5]}
 

@@ -10,14 +10,11 @@ import hashlib
 import importlib
 import json
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 import time
-import uuid
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +24,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ckpt import CheckpointCallback, TwoBufferCheckpointIO
-from tests.ports import free_port
+from tests.running import Done, Running, environments
 from tests.tensors import digest_of, tensors_in
+
+HERE = "tests.lightning.job"
 
 SAMPLES, BATCH = 64, 8
 STEPS_A_EPOCH = SAMPLES // BATCH
@@ -178,83 +177,17 @@ def main(job: dict[str, Any]) -> None:
 # ── running it ────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class Done:
-    """What became of one process of a job."""
-
-    code: int
-    lines: list[dict[str, Any]]
-    log: str
-
-    def steps(self, what: str = "step") -> list[int]:
-        """The steps it said."""
-        return [line["step"] for line in self.lines if line["what"] == what]
-
-
-class Running:
-    """One process of a job. It is forked from a server that has imported everything."""
-
-    def __init__(self, job: dict[str, Any], **env: str) -> None:
-        folder = Path(job["folder"])
-        folder.mkdir(parents=True, exist_ok=True)
-        self._out, self._log = (folder / f"{uuid.uuid4().hex}.{end}" for end in ("out", "log"))
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.lightning.job"])
-        arguments = (job, str(self._out), str(self._log), env)
-        self.process = context.Process(target=_redirected, args=arguments)
-        self.process.start()
-
-    def wait(self, timeout_s: float = 90.0) -> Done:
-        """How it ended; an end by signal n is code -n."""
-        self.process.join(timeout_s)
-        log = self._log.read_text()
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join()
-            raise AssertionError(f"still running after {timeout_s:g} s:\n{log[-3000:]}")
-        lines = [json.loads(line) for line in self._out.read_text().splitlines()]
-        return Done(self.process.exitcode, lines, log)
+def start(job: dict[str, Any], **env: str) -> Running:
+    """Start one process of a job, by the `main` of its `module`."""
+    return Running(f"{job.get('module', HERE)}:main", HERE, job, **env)
 
 
 def run(job: dict[str, Any], **env: str) -> Done:
     """Run a job in one process to its end, whatever that is."""
-    return Running(job, **env).wait()
+    return start(job, **env).wait()
 
 
 def run_ranks(job: dict[str, Any], world_size: int = 2) -> list[Done]:
     """Run a job as torchrun would: a process a rank."""
-    port = free_port()
-    ranks = [
-        Running(
-            job,
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            GROUP_RANK="0",
-            WORLD_SIZE=str(world_size),
-            LOCAL_WORLD_SIZE=str(world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-            TORCHELASTIC_RUN_ID="test",
-            GLOO_SOCKET_IFNAME="lo",
-        )
-        for rank in range(world_size)
-    ]
+    ranks = [start(job, **env) for env in environments(world_size)]
     return [rank.wait() for rank in ranks]
-
-
-def check_codes(done: list[Done], code: int) -> None:
-    """Every rank ended so. If one did not, what all of them said: the others may know why."""
-    logs = "\n".join(
-        f"── rank {rank}: {one.code}\n{one.log[-4000:]}" for rank, one in enumerate(done)
-    )
-    assert all(one.code == code for one in done), logs
-
-
-def _redirected(job: dict[str, Any], out: str, log: str, env: dict[str, str]) -> None:
-    for path, descriptor in ((out, 1), (log, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(file, descriptor)
-        os.close(file)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-    os.environ.update(env)
-    importlib.import_module(job.get("module", "tests.lightning.job")).main(job)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.lightning.job import check_codes, committed, run, run_ranks
+from tests.lightning.job import committed, run, run_ranks
+from tests.running import check_codes
 
 
 def job_in(folder: Path, name: str = "run", **changed: Any) -> dict[str, Any]:

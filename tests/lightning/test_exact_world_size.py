@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.lightning.job import Done, run_ranks
+from tests.lightning.job import run_ranks
+from tests.running import Done
 
 SAMPLES, BATCH, EPOCHS = 48, 2, 3
 

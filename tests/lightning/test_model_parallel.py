@@ -13,7 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning_ckpt import CheckpointCallback, read_checkpoint
 from lightning_ckpt.paths import as_text
 from tests.distributed.sharded_job import equal
-from tests.lightning.job import check_codes, committed, run_ranks
+from tests.lightning.job import committed, run_ranks
+from tests.running import check_codes
 from torch_ckpt import ConfigError
 
 
