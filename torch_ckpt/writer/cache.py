@@ -19,10 +19,11 @@ from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import complete_copy, copy_part
 from torch_ckpt.generations.litter import sweep
-from torch_ckpt.generations.shards import Shards
+from torch_ckpt.generations.shards import Shards, sizes_in
+from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.blocks import Placed, safetensors_header
 from torch_ckpt.manifest.commit import read_part
-from torch_ckpt.manifest.layout import part_name, shard_name, step_of_folder
+from torch_ckpt.manifest.layout import attempt_of, part_name, shard_name, step_of_folder
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 
@@ -54,6 +55,7 @@ class Cache:
             try:
                 self._copy(job, placed, slab)
             except (CkptError, OSError) as error:
+                self._failed = dict([*self._failed.items()][1 - _UNCOMMITTED :])
                 self._failed[job.attempt] = str(error)
                 logger.warning("step %d is not cached: %s", job.step, error)
             finally:
@@ -144,8 +146,18 @@ class Cache:
                 catalog.delete(one)
         for folder in self._store.folders():
             step = step_of_folder(folder)
-            if step is not None and step < newest.step and step not in bases:
+            if step in bases:
+                continue
+            if step is not None and step < newest.step:
                 sweep(self._store, folder, spare_attempts=())
+                continue
+            # Folders of other names, and of steps from which the run went back: tries that are
+            # over. What a peer is copying is newer, or of this save.
+            found = {attempt_of(name) for name in sizes_in(self._store, folder)}
+            attempts = {one for one in found if one is not None}
+            over = {one for one in attempts if is_stale(one, newest.manifest.attempt)}
+            if over:
+                sweep(self._store, folder, spare_attempts=attempts - over)
 
     def close(self) -> None:
         """Wait for copies that still run."""

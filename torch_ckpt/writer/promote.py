@@ -28,15 +28,17 @@ from torch_ckpt.generations.copy import copy_part, lacks
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.generations.shards import sizes_in
+from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.commit import (
     publish_manifest,
     read_manifest,
     read_part,
     write_latest,
 )
-from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of
+from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of, refusal_name
 from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
+from torch_ckpt.writer.leftovers import REFUSAL_LIMIT_BYTES, refusal
 from torch_ckpt.writer.recode import Recoder
 
 logger = logging.getLogger(__name__)
@@ -122,10 +124,18 @@ class Promoter:
             PromotionRefused: the primary tier does not have it whole any more.
             StorageError: a tier did not do what it was asked.
         """
+        try:
+            self._send(generation, lends=lends)
+        except PromotionRefused as refusal:
+            self._note(generation, str(refusal))
+            raise
+
+    def _send(self, generation: Generation, *, lends: bool) -> None:
         folder = generation.folder
         try:
             self.archive.make_folder(folder)
             there = self._there(generation)
+            self._mend(generation, there)
             for index, stored in enumerate(generation.manifest.parts):
                 if index % self._world_size != self._rank:
                     continue
@@ -141,7 +151,7 @@ class Promoter:
         """Send a part as it is."""
         began = time.monotonic()
         copied = copy_part(self.primary, self.archive, folder, stored, there=there, pace=self._pace)
-        if self._recoder is not None and copied.bytes:
+        if self._recoder is not None:
             self._recoder.note_sent(copied.bytes, time.monotonic() - began)
 
     def _recoded(self, folder: str, stored: StoredFile, there: Mapping[str, int]) -> bool:
@@ -159,14 +169,45 @@ class Promoter:
         if (missing := lacks(self.primary, generation)) is not None:
             raise PromotionRefused(missing, damage=True)
 
+    def _note(self, generation: Generation, reason: str) -> None:
+        """Tell rank 0, which waits for this rank's share, that it will not come."""
+        if self._rank != 0:
+            name = refusal_name(self._rank, generation.manifest.attempt)
+            text = reason.encode("utf-8", "replace")[:REFUSAL_LIMIT_BYTES]
+            self.archive.put(f"{generation.folder}/{name}", text)
+
+    def _mend(self, generation: Generation, there: Mapping[str, int]) -> None:
+        """Take back what an earlier run of this rank noted, or ranks that are no more."""
+        for name in [name for name in there if name.endswith(".failed")]:
+            rank = _rank_in(name)
+            if rank == self._rank or (rank >= self._world_size and self._rank == 0):
+                self.archive.delete(f"{generation.folder}/{name}")
+
     def complete(self, generation: Generation) -> bool:
-        """Whether the archive has all that the manifest names; one listing tells."""
+        """Whether the archive has all that the manifest names; one listing tells.
+
+        Raises:
+            PromotionRefused: it never will, since another rank has refused.
+        """
         manifest = generation.manifest
         listed = sizes_in(self.archive, generation.folder)
         attempts = {name: attempt_of(name) for name in listed}
         there = {n: listed[n] for n, one in attempts.items() if one == manifest.attempt}
         if any(one not in (None, manifest.attempt) for one in attempts.values()):
             self._littered.add(generation.folder)
+        refused = [name for name in there if name.endswith(".failed")]
+        for name in refused:
+            del there[name]
+        if self._is_whole(generation, there):
+            return True
+        if refused:
+            rank = _rank_in(refused[0])
+            said = refusal(self.archive, generation.folder, rank, manifest.attempt)
+            raise PromotionRefused(f"rank {rank} does not send its share: {said}", damage=False)
+        return False
+
+    def _is_whole(self, generation: Generation, there: Mapping[str, int]) -> bool:
+        manifest = generation.manifest
         if self._recoder is not None and any(name.endswith(".blocks") for name in there):
             collected = self._recoder.collect(generation.folder, manifest, there)
             if collected is not None:
@@ -202,7 +243,11 @@ class Promoter:
             write_latest(self.archive, generation.folder)
         if generation.folder in self._littered:
             self._littered.discard(generation.folder)
-            sweep(self.archive, generation.folder, spare_attempts=())
+            # Other ranks may be sending what has this folder next.
+            listed = {attempt_of(name) for name in sizes_in(self.archive, generation.folder)}
+            attempts = {one for one in listed if one is not None}
+            newer = {one for one in attempts if not is_stale(one, manifest.attempt)}
+            sweep(self.archive, generation.folder, spare_attempts=newer - {manifest.attempt})
 
     def _is_newest(self, generation: Generation) -> bool:
         """Whether `LATEST` should name it: what is promoted later may be older."""
@@ -239,6 +284,10 @@ class Promoter:
         else:
             if aborted:
                 logger.info("aborted %d uploads that were left under %r", aborted, folder)
+
+
+def _rank_in(note: str) -> int:
+    return int(note.removeprefix("rank-").partition(".")[0])
 
 
 def document_of(run: str) -> bytes:

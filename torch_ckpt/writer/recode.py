@@ -32,6 +32,8 @@ _SAMPLES = 5
 """Blocks of a part that tell `auto` what encoding it would give."""
 _MEASURED_FOR_S = 3600.0
 """How long `auto` goes by what a way has brought; then a part goes raw again."""
+_MEASURES_BYTES = 1 << 20
+"""Fewer, such as the part of a shard that was there, take as long as a request takes."""
 _THREADS = 4
 _READERS = 16
 """Parts that are read at once."""
@@ -54,6 +56,8 @@ class Recoder:
 
         What is encoded on the way tells less: its bytes may have waited for a codec.
         """
+        if size < _MEASURES_BYTES:
+            return
         self._speed.stored, self._speed.stored_s = size, seconds
         self._measured_at = time.monotonic()
 
@@ -84,7 +88,7 @@ class Recoder:
         publish_part(self.target, folder, laid)
         return True
 
-    def collect(self, folder: str, manifest: Manifest, there: dict[str, int]) -> Manifest | None:
+    def collect(self, folder: str, manifest: Manifest, there: Mapping[str, int]) -> Manifest | None:
         """The manifest of what the target has; None while a part or a shard is missing."""
         names = [stored.name for stored in manifest.parts]
         if not set(names) <= there.keys():

@@ -226,6 +226,12 @@ class Tiers:
                 self._take_on(promoter, one)
             except _Stopped:
                 raise
+            except PromotionRefused as refusal:
+                if refusal.damage:
+                    logger.error("step %d is damaged and is not promoted: %s", one.step, refusal)
+                reason = f"it is damaged: {refusal}" if refusal.damage else f"{refusal}"
+                self._over(one, reason=reason)
+                self._setbacks.went()
             except Exception as error:  # whatever a backend raises: the others have their turn
                 if self._setbacks.failed(one, error):
                     break
@@ -269,15 +275,7 @@ class Tiers:
             if (lost := self._lost_base(one)) is not None:
                 self._over(one, reason=f"it builds on step {lost}, which is not archived")
                 return
-            try:
-                promoter.send(one, lends=self._lends(one))
-            except PromotionRefused as refusal:
-                if refusal.damage:
-                    logger.error("step %d is damaged and is not promoted: %s", one.step, refusal)
-                self._over(
-                    one, reason=f"it is damaged: {refusal}" if refusal.damage else f"{refusal}"
-                )
-                return
+            promoter.send(one, lends=self._lends(one))
             self._sent.add(one.id)
         if self._rank != 0:
             self._over(one)

@@ -14,6 +14,7 @@ from torch_ckpt.cli.main import run
 from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.generations.verify import verify
 from torch_ckpt.storage.local import LocalStore
+from torch_ckpt.writer.promote import Promoter
 
 SIZE = 3_000_000
 
@@ -161,3 +162,24 @@ def test_what_was_cut_while_it_was_encoded_is_taken_up_raw(tmp_path: Path) -> No
     assert_is(load_generation(store.url, step=1), 1)
     names = {path.suffix for path in archive.iterdir()}
     assert names == {".json", ".safetensors"}, "no litter"
+
+
+def test_a_way_is_not_judged_by_a_few_bytes(tmp_path: Path) -> None:
+    """A promotion that was cut before its part sends that alone: its speed is that of a request."""
+    save = {"keep": None, "archive_codec": "raw"}
+    state = {"w": torch.randn(SIZE // 8).bfloat16()}
+    with Checkpointer(tmp_path / "root", archive=tmp_path / "archive", **save) as checkpointer:
+        checkpointer.save(state, 1).wait("archived", 60)
+    folder = tmp_path / "archive" / "step-0000000001"
+    (folder / "manifest.json").unlink()
+    next(folder.glob("rank-*.json")).unlink()
+    root, archive = LocalStore(str(tmp_path / "root")), LocalStore(str(tmp_path / "archive"))
+    (one,) = Catalog(root).committed()
+    promoter = Promoter(root, archive, rank=0, world_size=1, pace=lambda _: None, codec="auto")
+    promoter.send(one)
+    with Checkpointer(tmp_path / "root") as checkpointer:
+        checkpointer.resume(state)
+        checkpointer.save(state, 2)
+    newer = Catalog(root).find(step=2)
+    promoter.send(newer)
+    assert not list((tmp_path / "archive" / newer.folder).glob("*.blocks"))

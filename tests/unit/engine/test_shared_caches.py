@@ -10,6 +10,7 @@ import pytest
 
 from tests.unit.engine.tiered import resume, state_of, steps_in, tiers
 from torch_ckpt import Checkpointer, GenerationNotFound
+from torch_ckpt.manifest.layout import shard_name
 
 
 def test_a_folder_that_was_saved_again_without_the_cache_is_not_loaded_from_it(
@@ -75,3 +76,18 @@ def test_what_is_in_the_cache_alone_is_resumed_with_a_word_about_it(
     with caplog.at_level(logging.WARNING, "torch_ckpt"):
         assert resume(tmp_path, archive=None) == (1, "cache")
     assert "give this one a cache of its own" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["epoch=1.ckpt", "step-0000000900"])
+def test_what_a_killed_writer_left_in_the_cache_goes_with_the_next_save(
+    tmp_path: Path, folder: str
+) -> None:
+    """Under a user's name, or a step from which the run went back: no later step sweeps it."""
+    left = tmp_path / "cache" / folder
+    left.mkdir(parents=True)
+    (left / shard_name(0, "0123a001")).write_bytes(b"torn")
+    (left / "notes.txt").write_bytes(b"of a person")
+    with Checkpointer(tmp_path / "root", cache=tmp_path / "cache") as checkpointer:
+        checkpointer.save(state_of(5), 5)
+    assert [path.name for path in left.iterdir()] == ["notes.txt"]
+    assert steps_in(tmp_path / "cache") == [5]

@@ -94,3 +94,62 @@ def test_an_archive_that_takes_nothing_is_not_asked_for_every_generation(
         setbacks.end()
     assert tried == waiting[:2]
     assert setbacks.begin(waiting) == [waiting[2], *waiting[:2]]
+
+
+def rank_of_two(primary: LocalStore, archive: FaultyStore, rank: int) -> Promoter:
+    return Promoter(primary, archive, rank=rank, world_size=2, pace=lambda count: None)
+
+
+def test_a_share_that_will_not_come_ends_the_wait_for_it(
+    primary: LocalStore, archive: FaultyStore
+) -> None:
+    one = samples.commit(primary, 7, ranks=2)
+    (shard,) = Path(primary.url, one.folder).glob("rank-00001*.safetensors")
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    first, second = (rank_of_two(primary, archive, rank) for rank in (0, 1))
+    first.send(one)
+    assert not first.complete(one)
+    with pytest.raises(PromotionRefused):
+        second.send(one)
+    with pytest.raises(PromotionRefused, match=r"rank 1 does not send its share: .*SHA-256"):
+        first.complete(one)
+    shard.write_bytes(whole)
+    second.send(one)  # as a later run does
+    assert first.complete(one)
+    first.commit(one)
+    assert verify(archive, one).ok
+
+
+def test_what_ranks_of_a_larger_run_refused_does_not_hold_up_a_smaller_one(
+    primary: LocalStore, archive: FaultyStore
+) -> None:
+    one = samples.commit(primary, 7, ranks=2)
+    archive.make_folder(one.folder)
+    archive.put(f"{one.folder}/rank-00001.{one.manifest.attempt}.failed", b"gone")
+    alone = promoter_of(primary, archive)
+    alone.send(one)
+    assert alone.complete(one)
+    alone.commit(one)
+    assert [
+        name for name in Path(archive.url, one.folder).iterdir() if ".failed" in name.name
+    ] == []
+
+
+def test_a_commit_leaves_alone_what_other_ranks_send_into_the_same_folder(
+    primary: LocalStore, archive: FaultyStore
+) -> None:
+    older = samples.commit(primary, 1, ranks=2, folder="last.ckpt", attempt="0123a001")
+    first, second = (rank_of_two(primary, archive, rank) for rank in (0, 1))
+    first.send(older)
+    second.send(older)
+    newer = samples.commit(primary, 2, ranks=2, folder="last.ckpt", attempt="0123a002")
+    second.send(newer)
+    assert first.complete(older)
+    first.commit(older)
+    first.send(newer)
+    assert first.complete(newer)
+    first.commit(newer)
+    assert verify(archive, newer).ok
+    names = {path.name for path in Path(archive.url, "last.ckpt").iterdir()}
+    assert not any("0123a001" in name for name in names), names
