@@ -284,7 +284,7 @@ class Writer:
             }
         )
         if self._tiers is not None and job.root == self._root:
-            self._tiers.voted(job, manifest, store)
+            self._tiers.voted(job, manifest, store, held=share.holds)
         self._removals.committed()
 
     def _duties(self, job: Job, slab: memoryview, share: Share) -> dict[str, Any]:

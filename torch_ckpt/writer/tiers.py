@@ -68,13 +68,14 @@ class Tiers:
         self.options, self._rank = options, rank
         self._open_primary, self._report = functools.cache(primary), report
         self.cache = Cache(open_store(options.cache)) if options.cache is not None else None
-        self._keep = _rule(options.keep)
-        self._keep_archive = _rule(options.keep_archive)
+        rules = (options.keep, options.keep_archive)
+        self._keep, self._keep_archive = (None if one is None else from_json(one) for one in rules)
         self._promoter: Promoter | None = None
         self._untidy: Promoter | None = None
         """One whose archive may hold what killed writers left."""
         self._bucket = TokenBucket(options.bandwidth_limit)
         self._known: dict[tuple[int, str], Generation] = {}
+        self._base: tuple[int, str] | None = None  # of the save that is being written, perhaps
         self._archived: set[tuple[int, str]] = set()
         self._sent: set[tuple[int, str]] = set()
         self._passed: set[tuple[int, str]] = set()
@@ -100,19 +101,24 @@ class Tiers:
 
     # What the writer says; from its own threads.
 
-    def voted(self, job: Job, manifest: Manifest, primary: Store) -> None:
-        """This rank's share of a save is durable; on rank 0 the generation is committed."""
+    def voted(self, job: Job, manifest: Manifest, primary: Store, *, held: bool = False) -> None:
+        """This rank's share is durable, on rank 0 committed; a `held` snapshot is the next base."""
         with self._lock:
             if self._rank == 0:
                 found = generation_of(primary, job.folder, manifest)
                 self._known[found.id] = found
+                self._base = found.id if held else self._base
             self._follower.voted(job)
             self._idle.clear()
         self._wake.set()
 
     def pinned(self, generation: Generation) -> str | None:
         """Why the primary tier must not let go of a generation yet."""
-        if self.options.archive is None or generation.id in self._archived:
+        if self.options.archive is None:
+            return None  # then nothing is pruned while a save is being written
+        if generation.id == self._base:
+            return "the next save may build on it"
+        if generation.id in self._archived:
             return None
         with self._lock:
             known = {**self._known, generation.id: generation}
@@ -392,7 +398,3 @@ class Tiers:
             error,
             pause_s,
         )
-
-
-def _rule(document: Any) -> Retention | None:
-    return None if document is None else from_json(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 from tests.faults import FaultyStore
 from torch_ckpt.errors import SaveFailed, StorageError
 from torch_ckpt.generations.catalog import Catalog
+from torch_ckpt.generations.retention import KeepLast
 from torch_ckpt.manifest.layout import folder_name
 from torch_ckpt.manifest.schema import Manifest
 from torch_ckpt.storage.local import LocalStore
@@ -22,6 +24,8 @@ from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.persist import Watch, persist
 from torch_ckpt.writer.rules import rules_of
 from torch_ckpt.writer.share import Share
+from torch_ckpt.writer.tier_options import TierOptions
+from torch_ckpt.writer.tiers import Tiers
 
 SIZE = 1 << 19  # elements: a tensor with a block of its own
 
@@ -76,6 +80,7 @@ class Saves:
             except SaveFailed:
                 share.failed()
                 raise
+        self.last = job, manifest, share.holds
         calls = self.store.calls[before:]
         created = next(i for i, (operation, _) in enumerate(calls) if operation == "create")
         if seen is not None:
@@ -158,3 +163,27 @@ def test_a_save_under_a_users_name_leaves_the_line_its_base(tmp_path: Path) -> N
         saves.save(step, folder=name).bases for step, name in [(1, "step-0000000001"), (2, "best")]
     ] == [(), (1,)]
     assert [saves.save(step).bases for step in (3, 4)] == [(1,), (1, 3)]
+
+
+def test_the_archives_thread_prunes_nothing_that_a_save_under_way_builds_on(tmp_path: Path) -> None:
+    saves, said = Saves(tmp_path / "root", full_every=8), queue.Queue[dict[str, Any]]()
+    options = TierOptions(world_size=1, archive=str(tmp_path / "archive"))
+    tiers = Tiers(options, rank=0, primary=lambda: saves.store, report=said.put)
+    try:
+        saves.save(1)
+        job, manifest, held = saves.last
+        tiers.voted(job, manifest, saves.store, held=held)
+        saves.save(2, folder="best.ckpt", tags={"permanent": ""})
+        job, manifest, held = saves.last
+        tiers.voted(job, manifest, saves.store, held=held)
+        assert [said.get(timeout=60)["reason"] for _ in range(2)] == [None, None]
+        rule = KeepLast(1)
+        prune = lambda: tiers.prune_primary(saves.store, rule, job.run)  # noqa: E731
+        assert saves.save(3, meanwhile=prune).bases == (1,)
+        assert {one.step for one in Catalog(saves.store).committed()} >= {1, 3}
+        job, manifest, held = saves.last
+        tiers.voted(job, manifest, saves.store, held=held)
+        assert said.get(timeout=60)["reason"] is None
+        assert saves.save(4, meanwhile=prune, tags={"permanent": ""}).bases == ()
+    finally:
+        tiers.finish(lambda: True)
