@@ -27,7 +27,7 @@ from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import copy_part, lacks
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
-from torch_ckpt.generations.shards import sizes_in
+from torch_ckpt.generations.shards import Shards, sizes_in
 from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.commit import (
     publish_manifest,
@@ -232,7 +232,12 @@ class Promoter:
         return True
 
     def commit(self, generation: Generation) -> None:
-        """Publish the manifest in the archive: from now on the generation exists there."""
+        """Publish the manifest in the archive: from now on the generation exists there.
+
+        Raises:
+            StorageError: what it builds on is not there any more: others may write there, too.
+        """
+        self._insist_on_bases(generation)
         manifest = self._newest_manifest(generation)
         if (own := self._collected.pop(generation.id, None)) is not None:
             manifest = own.with_tags(manifest.tags)
@@ -248,6 +253,20 @@ class Promoter:
             attempts = {one for one in listed if one is not None}
             newer = {one for one in attempts if not is_stale(one, manifest.attempt)}
             sweep(self.archive, generation.folder, spare_attempts=newer - {manifest.attempt})
+
+    def _insist_on_bases(self, generation: Generation) -> None:
+        folder, shards = generation.folder, Shards(self.archive)
+        for stored in generation.manifest.parts if generation.manifest.bases else ():
+            try:
+                part = read_part(self.primary, folder, stored)
+            except FileNotFoundError:
+                part = read_part(self.archive, folder, stored)
+            lent = {one.name for one in part.borrowed}
+            if (reason := shards.lacking(folder, part, lent)) is not None:
+                raise StorageError(
+                    f"{folder} cannot be committed in {self.archive.url}: {reason}; copy that "
+                    "step there again, or go on: the next generation that stands alone is archived"
+                )
 
     def _is_newest(self, generation: Generation) -> bool:
         """Whether `LATEST` should name it: what is promoted later may be older."""

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import chains
@@ -122,6 +123,25 @@ def test_a_prune_by_hand_leaves_the_archive_the_bases_of_what_it_has_yet_to_get(
     assert run(["prune", str(ahead), "--archive", str(behind), *rules]) == 0
     assert_whole(ahead, [1, 2, 3, 4])
     assert_whole(behind, [1, 2, 4])
+
+
+def test_a_base_that_somebody_removed_from_the_archive_is_missed_before_the_commit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"keep": None, "full_every": 8, "archive_timeout_s": 0}
+    with checkpointer(tmp_path, **options) as saver:
+        saver.save(state_at(1), 1).wait("archived", 60)
+        shutil.rmtree(tmp_path / "archive" / "step-0000000001")
+        saver.save(state_at(2), 2).wait()
+        deadline = time.monotonic() + 60
+        while "on which it builds, is not there" not in caplog.text:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert chains.by_step(tmp_path / "archive") == {}
+    with checkpointer(tmp_path, **options) as saver:
+        assert saver.resume(state_at(0)) is not None
+        saver.save(state_at(3), 3).wait("archived", 60)
+    assert_whole(tmp_path / "archive", [1, 2, 3])
 
 
 def test_a_promotion_that_was_cut_is_taken_up_bases_first(tmp_path: Path) -> None:
