@@ -55,7 +55,7 @@ def read_lost(
             )
         except GenerationNotFound:
             continue
-        except (FormatError, IntegrityError, FileNotFoundError) as error:
+        except (FormatError, IntegrityError) as error:
             if number == len(places):
                 raise
             logger.warning("%s", error)

@@ -153,12 +153,37 @@ def fit(
 
 
 def load_fresh(opened: Opened, *, rank: int, allow_pickle: bool) -> Any:
-    """The state of an opened generation in memory of its own, on the CPU."""
+    """The state of an opened generation in memory of its own, on the CPU.
+
+    Raises:
+        IntegrityError: stored bytes are not the ones that were written.
+        FormatError: a file of it is missing.
+        PickleRefused: it holds pickled values and they were not allowed.
+    """
     holder: dict[str, Any] = {"state": None}
     tree = {"state": opened.tree}
     binding = _bind(opened, tree, holder, rank, strict=True, allow_pickle=allow_pickle)
-    read_tensors(opened, binding.targets)
+    with missing_is_damage(opened.generation.folder):
+        read_tensors(opened, binding.targets)
     return binding.apply()["state"]
+
+
+@contextmanager
+def missing_is_damage(folder: str) -> Iterator[None]:
+    """Say of a file that is missing in a generation that this is damage.
+
+    Not as itself: scripts take it for a first run, where nothing has been saved yet.
+
+    Raises:
+        FormatError: a file was missing.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FormatError(
+            file=str(error.filename or folder),
+            reason="is missing, so this generation is damaged; load an earlier one",
+        ) from error
 
 
 def _bind(

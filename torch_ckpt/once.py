@@ -13,7 +13,7 @@ from torch_ckpt.checkpointer import Checkpointer
 from torch_ckpt.config import Config, check_root
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.tiers import Tier
-from torch_ckpt.load import Opened, load_fresh
+from torch_ckpt.load import Opened, load_fresh, missing_is_damage
 from torch_ckpt.reach import Reach
 from torch_ckpt.resume import Resumer
 from torch_ckpt.sharding.agree import Ranks
@@ -53,6 +53,7 @@ def load_generation(
         GenerationNotFound: there is none; the message says what there is.
         PickleRefused: it holds pickled values and `allow_pickle` is False.
         IntegrityError: stored bytes are not the ones that were written.
+        FormatError: a file of it is missing.
     """
     config = Config(
         root=check_root(root), allow_pickle=allow_pickle, storage_options=storage_options or {}
@@ -63,6 +64,8 @@ def load_generation(
     chosen = resumer.pick(step, folder)
     if into is None:
         generation = reach.generation(chosen)
-        return load_fresh(Opened(store, generation), rank=0, allow_pickle=allow_pickle)
+        with missing_is_damage(generation.folder):
+            opened = Opened(store, generation)
+        return load_fresh(opened, rank=0, allow_pickle=allow_pickle)
     resumer.load(chosen, into, strict=strict)
     return into

@@ -28,7 +28,7 @@ from torch_ckpt.generations.prune import lending
 from torch_ckpt.generations.retention import SET_APART
 from torch_ckpt.generations.tiers import Survey, TierName
 from torch_ckpt.generations.warm import Warming
-from torch_ckpt.load import Opened, Reads, fit
+from torch_ckpt.load import Opened, Reads, fit, missing_is_damage
 from torch_ckpt.manifest.commit import update_tags
 from torch_ckpt.reach import Option, Reach
 from torch_ckpt.sharding.agree import Ranks
@@ -241,11 +241,8 @@ class Resumer:
         """
         generation, damage = self._try_tiers(option, state, strict=strict, mark=False)
         if isinstance(damage, FileNotFoundError):
-            # Not as itself: scripts take it for a first run, where nothing has been saved yet.
-            raise FormatError(
-                file=str(damage.filename or option.folder),
-                reason="is missing, so this generation is damaged; load an earlier one",
-            ) from damage
+            with missing_is_damage(option.folder):
+                raise damage
         if damage is not None or generation is None:
             reason = "it went away while it was opened"
             raise damage or FormatError(file=option.folder, reason=reason)

@@ -240,6 +240,17 @@ def test_damage_everywhere_is_an_error_and_an_empty_root_a_fresh_run(
     assert same(into, 0)
 
 
+@pytest.mark.parametrize("gone", ["*.json", "*.safetensors"])
+def test_loading_a_step_of_which_a_file_is_gone_says_that_it_is_damaged(
+    fresh: Callable[[], Path], gone: str
+) -> None:
+    root = fresh()
+    next((root / NEW).glob(f"rank-{gone}")).unlink()
+    for into in (None, state(0)):
+        with pytest.raises(FormatError, match="is missing, so this generation is damaged"):
+            load_generation(root, folder=NEW, into=into)
+
+
 def test_loading_a_step_whose_manifest_is_damaged_says_so(fresh: Callable[[], Path]) -> None:
     root = fresh()
     damage.flip(40)(root / NEW / "manifest.json")
