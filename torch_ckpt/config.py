@@ -213,7 +213,7 @@ def _check_tiers(config: Config) -> None:
     if config.cache is not None and "://" in config.cache:
         raise ConfigError(f"cache must be a folder on this node's own disk, got {config.cache!r}")
     places = [one for one in (config.root, config.archive, config.cache) if one is not None]
-    if len({one.rstrip("/") for one in places}) < len(places):
+    if len(set(map(_place, places))) < len(places):
         raise ConfigError("root, archive and cache must be three different places")
     limit = config.bandwidth_limit
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
@@ -224,6 +224,14 @@ def _check_tiers(config: Config) -> None:
         raise ConfigError(
             f"archive_timeout_s must be a number of seconds, got {config.archive_timeout_s!r}"
         )
+
+
+def _place(url: str) -> str:
+    """A path or URL as one that is spelt otherwise can be compared with."""
+    path = url.removeprefix("file://").removeprefix("local://")
+    if "://" in path:
+        return path.rstrip("/")
+    return os.path.realpath(os.path.expanduser(path))
 
 
 def _check_encoding(config: Config) -> None:

@@ -288,6 +288,10 @@ def test_waiting_for_an_archive_that_a_run_has_not_is_an_error(tmp_path: Path) -
     ("options", "says"),
     [
         ({"archive": "root"}, "three different places"),
+        ({"archive": "./root/"}, "three different places"),
+        ({"archive": "file://{here}/root"}, "three different places"),
+        ({"cache": "{here}/root"}, "three different places"),
+        ({"cache": "link"}, "three different places"),
         ({"cache": "s3://bucket/x"}, "this node's own disk"),
         ({"bandwidth_limit": 1}, "65536 bytes a second or more"),
         ({"bandwidth_limit": "fast"}, "bandwidth_limit must be bytes"),
@@ -301,8 +305,13 @@ def test_options_that_cannot_be_used_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    here: dict[str, Any] = {
+        name: value.format(here=tmp_path) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
     with pytest.raises(ConfigError, match=says):
-        Checkpointer("root", **options)
+        Checkpointer("root", **here)
 
 
 def test_a_root_over_http_is_refused(tmp_path: Path) -> None:

@@ -288,3 +288,10 @@ def test_any_field_may_hold_anything(path: tuple[Any, ...], value: Any) -> None:
     for one in (*found.blocks, *found.bases):  # what is not refused can be read
         assert found.file_name(one, "folder").count("/") == 1
         assert one.base is None or found.bases[one.base].raw_bytes == one.raw_bytes
+
+
+def test_a_vote_may_name_thousands_of_rules_by_which_something_is_lost() -> None:
+    rules = tuple(f"lossy-delta 0.05 for model.layers.{i}.self_attn.weight" for i in range(2000))
+    vote = vote_in(replace(PART, lossy=rules).dump(), file="part")
+    assert vote is not None
+    assert vote.lossy == rules
