@@ -13,7 +13,7 @@ from torch_ckpt.manifest.parse import parse_vote
 from torch_ckpt.manifest.schema import Vote
 
 _HEAD_LIMIT_BYTES = 4 << 20
-"""A thousand rules by which something is lost are a hundred thousand bytes."""
+"""Rules by which something is lost and names of what is borrowed can take many kilobytes."""
 _AFTER_HEAD = b',"blocks":['
 _LAST = b',"per_rank":'
 # Neither can be inside a JSON string, where a quote is escaped.

@@ -18,6 +18,9 @@ from torch_ckpt.errors import ConfigError
 LOSSLESS = ("raw", "zstd", "auto")
 LOSSY = ("fp8", "fp8-sqrt", "lossy-delta")
 
+_TEXT_BYTES = 32 << 10
+"""Of all rules: a writer learns its options in one message, and every part names the lossy ones."""
+
 MOMENTS = {
     "*exp_avg": "fp8",
     "*momentum_buffer": "fp8",
@@ -111,6 +114,11 @@ def rules_of(
     errors = {"*": lossy_delta} if not isinstance(lossy_delta, Mapping) else lossy_delta
     if lossy_delta is not None:
         rules += [_delta(pattern, error) for pattern, error in errors.items()]
+    if (size := sum(len(ascii(str(rule))) for rule in rules)) > _TEXT_BYTES:
+        raise ConfigError(
+            f"{len(rules)} rules of codecs have {size} bytes of text, more than {_TEXT_BYTES}; "
+            'name tensors by patterns such as "layers.*.weight" instead of one by one'
+        )
     return default, tuple(rules)
 
 

@@ -203,6 +203,7 @@ def test_a_pattern_may_name_a_codec(tmp_path: Path) -> None:
         ({"incremental": True, "slabs": 1}, "needs slabs=2"),
         ({"full_every": 0}, "full_every must be"),
         ({"lossy_delta": "0.1", "incremental": True}, "lossy_delta cannot be '0.1'"),
+        ({"codec": {f"layers.{i}.attention.weight": "zstd" for i in range(2000)}}, "by patterns"),
     ],
 )
 def test_options_that_cannot_be_used_are_refused_at_once(
