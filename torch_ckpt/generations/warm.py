@@ -16,7 +16,7 @@ from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.copy import complete_copy
 from torch_ckpt.generations.header import is_raw, read_header
 from torch_ckpt.generations.read import BlockReader
-from torch_ckpt.generations.shards import sizes_in
+from torch_ckpt.generations.shards import manifest_in, sizes_in
 from torch_ckpt.manifest.schema import Part
 from torch_ckpt.storage.store import Sink, Store
 
@@ -52,8 +52,10 @@ class Warming:
 
     def _begin(self, cache: Store, part: Part) -> None:
         folder = self._generation.folder
-        there = sizes_in(cache, folder)
-        if all(there.get(file.name) == file.bytes for file in part.files):
+        there, known = sizes_in(cache, folder), manifest_in(cache, folder)
+        # Without a manifest it may be torn: a load that was killed leaves files of their full size.
+        is_kept = known is not None and known.attempt == self._generation.manifest.attempt
+        if is_kept and all(there.get(file.name) == file.bytes for file in part.files):
             return  # it has this share, and others lack theirs
         cache.make_folder(folder)
         for number, file in enumerate(part.files):

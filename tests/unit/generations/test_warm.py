@@ -65,3 +65,14 @@ def test_a_header_that_changed_on_its_way_is_not_cached(
     assert any("is not cached" in line and "header" in line for line in caplog.messages)
     assert lacks(cache, one) == "its manifest is not there"
     assert [entry.name for entry in cache.entries(one.folder)] == []
+
+
+def test_a_share_that_a_killed_load_left_in_its_full_size_is_written_again(
+    source: LocalStore, cache: LocalStore
+) -> None:
+    one = samples.commit(source, 3)
+    (shard,) = Path(source.url, one.folder).glob("*.safetensors")
+    cache.make_folder(one.folder)
+    Path(cache.url, one.folder, shard.name).write_bytes(bytes(shard.stat().st_size))
+    pass_by(source, cache, one)
+    assert verify(cache, one).ok
