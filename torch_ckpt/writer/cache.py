@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
 _AT_ONCE = 2
 """As many as there are slabs."""
+_CLOSE_S = 30.0
 _UNCOMMITTED = 16
 """Saves that are remembered until they are committed; few of them never are."""
 
@@ -160,6 +162,7 @@ class Cache:
                 sweep(self._store, folder, spare_attempts=attempts - over)
 
     def close(self) -> None:
-        """Wait for copies that still run."""
+        """Wait for copies that still run, though not for a disk that hangs."""
+        deadline = time.monotonic() + _CLOSE_S
         for thread in self._copies.values():
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))

@@ -27,7 +27,7 @@ from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import copy_part, lacks
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
-from torch_ckpt.generations.shards import Shards, sizes_in
+from torch_ckpt.generations.shards import Shards, missing_document, sizes_in
 from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.commit import (
     publish_manifest,
@@ -107,12 +107,23 @@ class Promoter:
         self._claimed.add(run)
 
     def has(self, generation: Generation) -> bool:
-        """Whether the archive has committed this very generation."""
+        """Whether the archive has committed this very generation, and its files are there.
+
+        Of what somebody removed since, the archive is sent a new copy while the primary has one.
+        """
         try:
-            there = read_manifest(self.archive, generation.folder)
+            committed = read_manifest(self.archive, generation.folder)
         except (FileNotFoundError, FormatError, IntegrityError):
             return False  # what is damaged there is replaced
-        return (there.step, there.attempt) == generation.id
+        if (committed.step, committed.attempt) != generation.id:
+            return False
+        there = self._there(generation)
+        if missing_document(committed.parts, there) is not None:
+            return False
+        shards = (
+            size for name, size in there.items() if name.endswith((".safetensors", ".blocks"))
+        )
+        return sum(shards) >= committed.bytes
 
     def send(self, generation: Generation, *, lends: bool = False) -> None:
         """Send what this rank has to send of a generation, and the archive lacks.

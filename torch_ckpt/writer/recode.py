@@ -75,7 +75,7 @@ class Recoder:
             FileNotFoundError: the source lacks a file.
             StorageError: a store did not do what it was asked.
         """
-        if stored.name in there:
+        if stored.name in there and self._is_whole(folder, stored.name, there):
             return True
         part = read_part(self.source, folder, stored)
         if part.encoded or not part.blocks or not self._pays(folder, part, there):
@@ -102,6 +102,11 @@ class Recoder:
             parts.append(vote[0])
             total += sum(one.bytes for one in vote[1].files)
         return replace(manifest, parts=tuple(parts), bytes=total)
+
+    def _is_whole(self, folder: str, name: str, there: Mapping[str, int]) -> bool:
+        """Whether the shards of a part that is there are there as well."""
+        vote = self._vote(folder, name)
+        return vote is not None and all(there.get(one.name) == one.bytes for one in vote[1].files)
 
     def _vote(self, folder: str, name: str) -> tuple[StoredFile, Vote] | None:
         """What a part says, if it says the same twice: its digest is that of what was read."""

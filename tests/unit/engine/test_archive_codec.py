@@ -131,6 +131,21 @@ def test_what_an_earlier_run_promoted_raw_stays_and_the_rest_is_encoded(tmp_path
         assert not list((tmp_path / "archive" / one.folder).glob("*.safetensors")), "no litter"
 
 
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+@pytest.mark.parametrize("gone", ["rank-*.json", "rank-*s"])
+def test_what_somebody_removed_from_the_archive_is_sent_again_before_the_root_lets_go(
+    tmp_path: Path, codec: str, gone: str
+) -> None:
+    archived(tmp_path, 1, codec=codec)
+    next((tmp_path / "archive" / "step-0000000001").glob(gone)).unlink()
+    archived(tmp_path, 2, codec=codec)
+    store = LocalStore(str(tmp_path / "archive"))
+    committed = Catalog(store).committed()
+    assert [one.step for one in committed] == [2, 1]
+    assert all(verify(store, one).ok for one in committed)
+    assert not (tmp_path / "root" / "step-0000000001").exists()
+
+
 def test_what_others_build_on_is_archived_as_it_is(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "root", incremental=True) as checkpointer:
         for step in (1, 2):
