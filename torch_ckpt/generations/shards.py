@@ -5,7 +5,7 @@ One listing a folder tells. Knows stores, parts and names. Knows nothing of shar
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import cache
 
 from torch_ckpt.errors import FormatError, IntegrityError
@@ -66,14 +66,14 @@ def manifest_in(store: Store, folder: str) -> Manifest | None:
         return None
 
 
-def odd(name: str, size: int, there: dict[str, int]) -> str:
+def odd(name: str, size: int, there: Mapping[str, int]) -> str:
     """What is wrong with a file that is not there with its size."""
     if name not in there:
         return f"{name} is not there"
     return f"{name} has {there[name]} bytes instead of {size}"
 
 
-def missing_document(parts: Collection[StoredFile], there: dict[str, int]) -> str | None:
+def missing_document(parts: Collection[StoredFile], there: Mapping[str, int]) -> str | None:
     """Which part is not there, in words; None if all are."""
     wrong = (one for one in parts if there.get(one.name) != one.bytes)
     return next((odd(one.name, one.bytes, there) for one in wrong), None)

@@ -6,6 +6,7 @@ Knows names. Knows nothing of stores or documents.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from torch_ckpt.errors import FormatError
 
@@ -58,6 +59,11 @@ def attempt_of(name: str) -> str | None:
     """The attempt in a file name of ours, None if it carries none."""
     match = _OURS.fullmatch(name)
     return match["attempt"] if match else None
+
+
+def attempts_in(names: Iterable[str]) -> set[str]:
+    """The attempts that files of these names are of."""
+    return {found for name in names if (found := attempt_of(name)) is not None}
 
 
 def check_name(name: str, *, file: str) -> str:

@@ -14,7 +14,7 @@ import mmap
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from typing import TypeVar
 
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation
@@ -24,7 +24,7 @@ from torch_ckpt.generations.shards import Shards, sizes_in
 from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.blocks import Placed, safetensors_header
 from torch_ckpt.manifest.commit import read_part
-from torch_ckpt.manifest.layout import attempt_of, part_name, shard_name, step_of_folder
+from torch_ckpt.manifest.layout import attempts_in, part_name, shard_name, step_of_folder
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 
@@ -36,6 +36,8 @@ _AT_ONCE = 2
 _CLOSE_S = 30.0
 _UNCOMMITTED = 16
 """Saves that are remembered until they are committed; few of them never are."""
+
+_Noted = TypeVar("_Noted")
 
 
 class Cache:
@@ -57,21 +59,18 @@ class Cache:
             try:
                 self._copy(job, placed, slab)
             except (CkptError, OSError) as error:
-                self._failed = dict([*self._failed.items()][1 - _UNCOMMITTED :])
-                self._failed[job.attempt] = str(error)
+                self._failed = _with(self._failed, job, str(error), most=_UNCOMMITTED)
                 logger.warning("step %d is not cached: %s", job.step, error)
             finally:
                 done()
 
-        self._copies = dict([*self._copies.items()][1 - _AT_ONCE :])
         thread = threading.Thread(target=copy, name="ckpt-cache", daemon=True)
-        self._copies[job.attempt] = thread
+        self._copies = _with(self._copies, job, thread, most=_AT_ONCE)
         thread.start()
 
     def keep_encoded(self, job: Job) -> None:
         """A shard that no slab holds as it is stored: it is read back once it is committed."""
-        self._encoded = dict([*self._encoded.items()][1 - _UNCOMMITTED :])
-        self._encoded[job.attempt] = job.rank
+        self._encoded = _with(self._encoded, job, job.rank, most=_UNCOMMITTED)
 
     def _copy(self, job: Job, placed: list[Placed], slab: memoryview) -> None:
         store, name = self._store, f"{job.folder}/{shard_name(job.rank, job.attempt)}"
@@ -126,7 +125,7 @@ class Cache:
         for one in part.borrowed:
             lent.setdefault(one.folder, set()).add(one.name)
         for folder, names in lent.items():
-            if here.lacking(generation.folder, replace(part, files=()), names) is None:
+            if here.lacking(generation.folder, part, only=names) is None:
                 continue  # of an earlier save
             base = Catalog(primary).find(folder=folder)
             stems = {shard.rpartition(".")[0] for shard in names}
@@ -155,8 +154,7 @@ class Cache:
                 continue
             # Folders of other names, and of steps from which the run went back: tries that are
             # over. What a peer is copying is newer, or of this save.
-            found = {attempt_of(name) for name in sizes_in(self._store, folder)}
-            attempts = {one for one in found if one is not None}
+            attempts = attempts_in(sizes_in(self._store, folder))
             over = {one for one in attempts if is_stale(one, newest.manifest.attempt)}
             if over:
                 sweep(self._store, folder, spare_attempts=attempts - over)
@@ -166,3 +164,8 @@ class Cache:
         deadline = time.monotonic() + _CLOSE_S
         for thread in self._copies.values():
             thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _with(noted: dict[str, _Noted], job: Job, value: _Noted, *, most: int) -> dict[str, _Noted]:
+    """What is noted by attempts, and this one as well: the oldest ones go."""
+    return {**dict([*noted.items()][1 - most :]), job.attempt: value}

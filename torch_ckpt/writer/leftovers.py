@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.manifest.attempts import is_earlier, is_stale
-from torch_ckpt.manifest.layout import attempt_of, part_name, refusal_name, shard_name
+from torch_ckpt.manifest.layout import attempt_of, attempts_in, part_name, refusal_name, shard_name
 from torch_ckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ def sweep_own(store: Store, folder: str, attempt: str) -> None:
     # A rank that failed between its vote and its report may have left a note too.
     notes = [n for n in names if attempt_of(n) == attempt and n.endswith(".failed")]
     _delete(store, folder, notes)
-    attempts = {found for name in names if (found := attempt_of(name)) is not None}
-    spared = {found for found in attempts if not is_stale(found, attempt)}
+    spared = {found for found in attempts_in(names) if not is_stale(found, attempt)}
     sweep(store, folder, spare_attempts=spared | {attempt})
 
 
@@ -85,8 +84,7 @@ def sweep_lost(store: Store, folders: Iterable[str], attempt: str) -> None:
     no manifest names then, none ever will.
     """
     for folder in folders:
-        names = [entry.name for entry in store.entries(folder)]
-        attempts = {found for name in names if (found := attempt_of(name)) is not None}
+        attempts = attempts_in(entry.name for entry in store.entries(folder))
         spared = {found for found in attempts if not is_earlier(found, attempt)}
         sweep(store, folder, spare_attempts=spared)
 

@@ -35,7 +35,7 @@ from torch_ckpt.manifest.commit import (
     read_part,
     write_latest,
 )
-from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of, refusal_name
+from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of, attempts_in, refusal_name
 from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.leftovers import REFUSAL_LIMIT_BYTES, refusal
@@ -224,10 +224,9 @@ class Promoter:
             if collected is not None:
                 self._collected[generation.id] = collected
             return collected is not None
-        parts = {stored.name: stored.bytes for stored in manifest.parts}
-        if any(there.get(name) != size for name, size in parts.items()):
+        if missing_document(manifest.parts, there) is not None:
             return False
-        shards = sum(size for name, size in there.items() if name not in parts)
+        shards = sum(there.values()) - sum(one.bytes for one in manifest.parts)
         if shards <= manifest.bytes:
             return shards == manifest.bytes
         # An earlier run of another `archive_codec` has left shards that no part names any more.
@@ -260,8 +259,7 @@ class Promoter:
         if generation.folder in self._littered:
             self._littered.discard(generation.folder)
             # Other ranks may be sending what has this folder next.
-            listed = {attempt_of(name) for name in sizes_in(self.archive, generation.folder)}
-            attempts = {one for one in listed if one is not None}
+            attempts = attempts_in(sizes_in(self.archive, generation.folder))
             newer = {one for one in attempts if not is_stale(one, manifest.attempt)}
             sweep(self.archive, generation.folder, spare_attempts=newer - {manifest.attempt})
 

@@ -315,9 +315,9 @@ class Tiers:
         def prune_archive(archive: Store) -> None:
             if self._keep_archive is not None:
                 # What the primary tier has is perhaps on its way: other ranks send it, too.
-                coming = self._waiting()
-                over = lambda key: all(one.id != key for one in coming)  # noqa: E731
-                pinned = pin_for(coming, list(self._known.values()))
+                coming = {one.id: one for one in self._waiting()}
+                over = lambda key: key not in coming  # noqa: E731
+                pinned = pin_for([*coming.values()], list(self._known.values()))
                 prune(Catalog(archive), self._keep_archive, run=run, over=over, pinned=pinned)
             write_index(Catalog(archive))
 

@@ -29,6 +29,15 @@ def save(tmp_path: Path, *steps: int, **options: Any) -> None:
             checkpointer.save(grown(step), step).wait("archived", 60)
 
 
+def assert_resumed(tmp_path: Path, step: int, tier: str) -> None:
+    state = grown(0)
+    with tiers(tmp_path, **LINE) as checkpointer:
+        found = checkpointer.resume(state)
+    assert found is not None
+    assert (found.step, Path(found.url).parent.name) == (step, tier)
+    chains.assert_same(state, grown(step))
+
+
 def test_an_encoded_share_is_cached_with_what_it_builds_on_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3)
     assert set(chains.bases(tmp_path / "root")[3]) <= {1, 2}
@@ -36,12 +45,7 @@ def test_an_encoded_share_is_cached_with_what_it_builds_on_and_nothing_else(tmp_
     assert shards(tmp_path / "cache") <= shards(tmp_path / "root")
     for shard in (tmp_path / "root").glob("*/*.blocks"):
         shard.rename(shard.with_suffix(".away"))
-    state = grown(0)
-    with tiers(tmp_path, **LINE) as checkpointer:
-        found = checkpointer.resume(state)
-    assert found is not None
-    assert (found.step, Path(found.url).parent.name) == (3, "cache")
-    chains.assert_same(state, grown(3))
+    assert_resumed(tmp_path, 3, "cache")
 
 
 def test_a_full_generation_frees_the_room_of_the_line_before_it(tmp_path: Path) -> None:
@@ -64,12 +68,7 @@ def test_a_cache_that_was_lost_gets_all_that_the_next_save_builds_on(tmp_path: P
 def test_a_cache_without_a_borrowed_shard_is_not_used(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     next((tmp_path / "cache").glob("step-0000000001/*.blocks")).unlink()
-    state = grown(0)
-    with tiers(tmp_path, **LINE) as checkpointer:
-        found = checkpointer.resume(state)
-    assert found is not None
-    assert (found.step, Path(found.url).parent.name) == (2, "root")
-    chains.assert_same(state, grown(2))
+    assert_resumed(tmp_path, 2, "root")
 
 
 @pytest.mark.parametrize("lost", ["cache alone", "root too"])
