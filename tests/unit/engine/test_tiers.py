@@ -288,7 +288,8 @@ def test_waiting_for_an_archive_that_a_run_has_not_is_an_error(tmp_path: Path) -
     ("options", "says"),
     [
         ({"archive": "root"}, "three different places"),
-        ({"archive": "./root/"}, "three different places"),
+        ({"archive": "./root"}, "three different places"),
+        ({"archive": "root/"}, "three different places"),
         ({"archive": "file://{here}/root"}, "three different places"),
         ({"cache": "{here}/root"}, "three different places"),
         ({"cache": "link"}, "three different places"),
