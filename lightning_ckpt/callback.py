@@ -18,6 +18,7 @@ from typing_extensions import Unpack, override
 from lightning_ckpt import twins
 from lightning_ckpt.exact import ExactResume
 from lightning_ckpt.metrics import Metrics
+from lightning_ckpt.numbers import report, report_last
 from lightning_ckpt.paths import TIER_OPTIONS, as_url
 from lightning_ckpt.private import Trainer
 from lightning_ckpt.resume import Resume
@@ -242,7 +243,7 @@ class CheckpointCallback(_Base):
             due = self._due(trainer, step) or is_stopping(trainer)
             if due and not (self._metrics.wanted and validation_follows(trainer)):
                 self._save(trainer, block="copied")
-        self._report(trainer, pl_module)
+        report(self._running, trainer, pl_module)
         self._sigterm.raise_if_any(trainer)
 
     @override
@@ -281,8 +282,7 @@ class CheckpointCallback(_Base):
             self._save(trainer, block="staged")
         session.wait()
         trainer.strategy.barrier("the last generation is committed")  # for those who look at once
-        if trainer.loggers:
-            trainer.logged_metrics.update(self._numbers(trainer))
+        report_last(session, trainer)
         self._best = self._best_of(self._options.committed())
 
     @override
@@ -348,31 +348,6 @@ class CheckpointCallback(_Base):
         if mine is None or mine["world_size"] != trainer.world_size:  # on all ranks, or on none
             mine = trainer.strategy.broadcast(mine)  # rank 0 has one, whatever their number was
         self._exact.load_state_dict(mine)
-
-    def _report(self, trainer: Trainer, pl_module: Any) -> None:
-        """Log what a save cost, once it is known."""
-        news = self._running.settle()
-        if news and trainer.loggers and trainer.is_global_zero:
-            pl_module.log_dict(
-                self._numbers(trainer),
-                on_step=True,
-                on_epoch=False,
-                logger=True,
-                rank_zero_only=True,
-                batch_size=1,
-            )
-
-    def _numbers(self, trainer: Trainer) -> dict[str, float]:
-        latest, committed = self._running.latest, self._running.committed
-        if latest is None or committed is None:
-            return {}
-        return {
-            "ckpt/blocked_s": latest.blocked_s,
-            "ckpt/persist_s": committed.persist_s or 0.0,
-            "ckpt/bytes": float(committed.bytes),
-            "ckpt/archive_lag": float(self._running.archive_lag),
-            "ckpt/lag_steps": float(trainer.global_step - committed.step),
-        }
 
     def _best_of(self, committed: list[Generation]) -> str:
         best = self._metrics.best(committed)
