@@ -1,11 +1,11 @@
-"""Other ways to make blocks smaller, one thread each: those that are installed.
+"""Other ways to make blocks smaller, one thread each: those that can be imported.
 
 Knows their interfaces. Knows nothing of ours.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import io
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -62,9 +62,10 @@ class _StaysOpen(io.BytesIO):
 
 
 def _blosc2(itemsize: int) -> Peer | None:
-    if importlib.util.find_spec("blosc2") is None:
+    try:
+        blosc2: Any = importlib.import_module("blosc2")
+    except ImportError:  # also of what its newest releases import and do not ask for
         return None
-    blosc2 = importlib.import_module("blosc2")
     options = {"codec": blosc2.Codec.ZSTD, "clevel": 1, "filters": [blosc2.Filter.SHUFFLE]}
 
     def encode(raw: bytes) -> bytes:
@@ -74,8 +75,9 @@ def _blosc2(itemsize: int) -> Peer | None:
 
 
 def _zipnn(dtype: str) -> Peer | None:
-    if importlib.util.find_spec("zipnn") is None:
+    try:
+        zipnn: Any = importlib.import_module("zipnn")
+    except ImportError:
         return None
-    zipnn = importlib.import_module("zipnn")
     coder = zipnn.ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
     return Peer(coder.compress, coder.decompress, bytearray)  # it works in the caller's memory
