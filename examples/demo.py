@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import fcntl
 import json
 import random
 import shutil
@@ -26,9 +25,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from showing import DemoFailed, Display, carry_out, fresh_folder, parser_for
 
-from torch_ckpt import Checkpointer, CkptError
+from torch_ckpt import Checkpointer
 
 FOLDER = Path("demo-run")
 MARK = ".made-by-torch-ckpt-demo"
@@ -36,10 +35,6 @@ JOB = Path(__file__).resolve().with_name("lightning_gpt.py")
 BATCH = 8
 POLL_S = 0.05
 TAIL_LINES = 20
-
-
-class DemoFailed(Exception):
-    """The demo cannot go on; the message says why, and is all that is shown."""
 
 
 # ── the job ───────────────────────────────────────────────────────────────────────────────────
@@ -127,36 +122,13 @@ def end(process: subprocess.Popen[bytes], job: Job) -> None:
 # ── the three parts ───────────────────────────────────────────────────────────────────────────
 
 
-class Display:
-    """One line a part: a bar on a terminal, plain text otherwise."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
-        self._bars = console.is_terminal and not console.is_dumb_terminal
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not self._bars,
-        )
-
-    def begin(self, text: str) -> Any:
-        """A new part."""
-        if not self._bars:
-            self._console.print(f"{text} ...")
-        return self.progress.add_task(text, total=self._steps)
-
-
 def run_until_killed(job: Job, display: Display, lock: IO[str], chance: random.Random) -> int:
     """Train until a random moment in mid-epoch, after two commits; the last step begun."""
     first = 2 * job.save_every + 2
     choices = range(first, max(first + 1, job.steps * 4 // 5))
     inside = [step for step in choices if 1 < step % job.epoch_steps < job.epoch_steps - 1]
     target, delay = chance.choice(inside or list(choices)), chance.random()
-    part = display.begin("train, until SIGKILL")
+    display.begin("train, until SIGKILL")
     seen: set[str] = set()
     process = job.start(lock)
     try:
@@ -164,7 +136,7 @@ def run_until_killed(job: Job, display: Display, lock: IO[str], chance: random.R
             seen |= job.committed()
             lines = job.lines()
             step = lines[-1]["step"] if lines else 0
-            display.progress.update(part, completed=step)
+            display.show(step)
             if process.poll() is not None:
                 raise job.failure(process.returncode)
             if step >= target and len(seen) >= 2:
@@ -180,21 +152,21 @@ def run_until_killed(job: Job, display: Display, lock: IO[str], chance: random.R
 
 def run_to_end(job: Job, display: Display, lock: IO[str], text: str) -> None:
     """Run the command until it is done."""
-    part = display.begin(text)
+    display.begin(text)
     before = len(job.lines())
     process = job.start(lock)
     try:
         while process.poll() is None:
             lines = job.lines()
             if len(lines) > before:
-                display.progress.update(part, completed=lines[-1]["step"])
+                display.show(lines[-1]["step"])
             time.sleep(POLL_S)
     finally:
         if process.poll() is None:
             end(process, job)
     if process.returncode:
         raise job.failure(process.returncode)
-    display.progress.update(part, completed=job.steps)
+    display.show(job.steps)
 
 
 # ── the report ────────────────────────────────────────────────────────────────────────────────
@@ -237,28 +209,9 @@ def facts_of(killed: Job, whole: Job, *, begun: int, resumed: int, seed: int) ->
 # ── the command ───────────────────────────────────────────────────────────────────────────────
 
 
-def fresh_folder(folder: Path) -> IO[str]:
-    """An empty folder in the place of an earlier demo's, and never of anything else."""
-    mark = folder / MARK
-    if folder.is_symlink() or (folder.exists() and not mark.is_file()):
-        raise DemoFailed(
-            f"{folder} was not made by this demo; move it away, or run in another folder"
-        )
-    folder.mkdir(exist_ok=True)
-    lock = mark.open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise DemoFailed(f"another demo is running in {folder.resolve()}") from None
-    for path in folder.iterdir():
-        if path.name != MARK:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return lock
-
-
 def run(options: argparse.Namespace, console: Console) -> bool:
     """All three parts and the report; whether everything is equal."""
-    with fresh_folder(FOLDER) as lock:
+    with fresh_folder(FOLDER, MARK) as lock:
         shape = {"steps": options.steps, "save_every": options.save_every}
         shape["epoch_steps"] = max(4, options.steps * 2 // 5)
         killed, whole = Job(root=FOLDER / "killed", **shape), Job(root=FOLDER / "whole", **shape)
@@ -279,25 +232,12 @@ def run(options: argparse.Namespace, console: Console) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=240)
+    parser = parser_for(__doc__ or "", steps=240, seed="moment of the kill", folder=str(FOLDER))
     parser.add_argument("--save-every", type=int, default=20, metavar="STEPS")
-    parser.add_argument("--seed", type=int, help="of the moment of the kill; else a random one")
-    parser.add_argument("--keep", action="store_true", help=f"leave {FOLDER} in place")
     options = parser.parse_args(arguments)
     if options.save_every < 1 or options.steps < 5 * options.save_every:
         parser.error("--steps must be at least five times --save-every, which must be at least 1")
-    if options.seed is None:
-        options.seed = random.SystemRandom().randrange(1000)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended too
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    try:
-        return 0 if run(options, console) else 1
-    except (DemoFailed, CkptError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return carry_out("demo", run, options)
 
 
 if __name__ == "__main__":

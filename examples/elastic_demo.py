@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from showing import DemoFailed, Display, carry_out, fresh_folder, parser_for
 
-from torch_ckpt import CkptError, load_generation
+from torch_ckpt import load_generation
 
 JOB = Path(__file__).resolve().with_name("fsdp_elastic.py")
 MARK = ".made-by-torch-ckpt-elastic-demo"
@@ -37,10 +37,6 @@ TAIL_LINES = 20
 
 BEGIN = re.compile(r"^rank \d+ of (\d+), process (\d+), at step (\d+)$", re.MULTILINE)
 STEP = re.compile(r"^step (\d+)  loss", re.MULTILINE)
-
-
-class DemoFailed(Exception):
-    """The demo cannot go on; the message says why, and is all that is shown."""
 
 
 # ── the job ───────────────────────────────────────────────────────────────────────────────────
@@ -122,28 +118,8 @@ def launch(root: Path, world_size: int, options: argparse.Namespace) -> Iterator
 # ── the parts ─────────────────────────────────────────────────────────────────────────────────
 
 
-class Display:
-    """One line a part: a bar on a terminal, plain text otherwise."""
-
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
-        self._bars = console.is_terminal and not console.is_dumb_terminal
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not self._bars,
-        )
-        self._part = self.progress.add_task("", total=steps, visible=False)
-
-    def begin(self, text: str) -> None:
-        """A new part."""
-        if not self._bars:
-            self._console.print(f"{text} ...")
-        self._part = self.progress.add_task(text, total=self._steps)
+class Parts(Display):
+    """Shows how far a launch is."""
 
     def follow(self, job: Launch, *, step: int, start: int = 0) -> None:
         """Return once all ranks have begun and a step is saved.
@@ -152,7 +128,7 @@ class Display:
             DemoFailed: the job ended before.
         """
         while len(job.ranks(start)) < job.world_size or job.step() < step:
-            self.progress.update(self._part, completed=job.step())
+            self.show(job.step())
             if job.process.poll() is not None:
                 raise job.failure()
             time.sleep(POLL_S)
@@ -164,15 +140,15 @@ class Display:
             DemoFailed: it failed.
         """
         while job.process.poll() is None:
-            self.progress.update(self._part, completed=job.step())
+            self.show(job.step())
             time.sleep(POLL_S)
         if job.process.returncode:
             raise job.failure()
-        self.progress.update(self._part, completed=self._steps)
+        self.show(self._steps)
 
 
 def tell_story(
-    root: Path, display: Display, options: argparse.Namespace
+    root: Path, display: Parts, options: argparse.Namespace
 ) -> tuple[list[list[str]], int]:
     """Train with three interruptions; what happened, a line each, and the last step done by 4."""
     chance = random.Random(options.seed)
@@ -233,29 +209,16 @@ def report(console: Console, ours: list[float], theirs: list[float], on_4: int) 
 # ── the command ───────────────────────────────────────────────────────────────────────────────
 
 
-def fresh_folder(folder: Path) -> None:
-    """An empty folder in the place of an earlier demo's, and never of anything else."""
-    mark = folder / MARK
-    if folder.is_symlink() or (folder.exists() and not mark.is_file()):
-        raise DemoFailed(
-            f"{folder} was not made by this demo; move it away, or give another --root"
-        )
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-    mark.touch()
-
-
 def run(options: argparse.Namespace, console: Console) -> bool:
     """The story, the run beside it and the report; whether the curves agree."""
-    fresh_folder(options.root)
     killed, whole = options.root / "killed", options.root / "whole"
-    display = Display(console, options.steps)
-    with display.progress:
-        facts, on_4 = tell_story(killed, display, options)
-        display.begin("on 4, uninterrupted")
-        with launch(whole, 4, options) as job:
-            display.finish(job)
+    with fresh_folder(options.root, MARK):
+        display = Parts(console, options.steps)
+        with display.progress:
+            facts, on_4 = tell_story(killed, display, options)
+            display.begin("on 4, uninterrupted")
+            with launch(whole, 4, options) as job:
+                display.finish(job)
     for name, text in facts:
         console.print(f"{name:<19} {text}")
     same = report(console, losses_of(killed, options.steps), losses_of(whole, options.steps), on_4)
@@ -267,24 +230,12 @@ def run(options: argparse.Namespace, console: Console) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = parser_for(__doc__ or "", steps=60, seed="choice of the rank", folder="the folder")
     parser.add_argument("--root", type=Path, default=Path("elastic-demo-run"))
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seed", type=int, help="of the choice of the rank; else a random one")
-    parser.add_argument("--keep", action="store_true", help="leave the folder in place")
     options = parser.parse_args(arguments)
     if options.steps < 4 * SAVE_EVERY:
         parser.error(f"--steps must be at least {4 * SAVE_EVERY}")
-    if options.seed is None:
-        options.seed = random.SystemRandom().randrange(1000)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended too
-    try:
-        return 0 if run(options, Console(highlight=False)) else 1
-    except KeyboardInterrupt:
-        return 130
-    except (DemoFailed, CkptError, OSError) as error:
-        print(f"elastic_demo: {error}", file=sys.stderr)
-        return 2
+    return carry_out("elastic_demo", run, options)
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from demo import POLL_S, DemoFailed, Display, Job, end, fresh_folder, report, run_to_end
+from demo import MARK, POLL_S, Job, end, report, run_to_end
 from rich.console import Console
+from showing import DemoFailed, Display, carry_out, fresh_folder, parser_for
 
-from torch_ckpt import Checkpointer, CkptError, load_generation
+from torch_ckpt import Checkpointer, load_generation
 
 FOLDER = Path("tiers-run")
 BUCKET = "tiers-demo"
@@ -131,7 +132,7 @@ def run_until_killed(job: Job, display: Display, lock: IO[str], chance: random.R
     """Train until some steps after a save, at least the third one; the last step begun."""
     last = max(3, job.steps * 4 // 5 // job.save_every)
     target = chance.randrange(3, last + 1) * job.save_every + max(3, job.save_every // 2)
-    part = display.begin("train, until SIGKILL")
+    display.begin("train, until SIGKILL")
     process = job.start(lock)
     try:
         step = 0
@@ -140,7 +141,7 @@ def run_until_killed(job: Job, display: Display, lock: IO[str], chance: random.R
                 raise job.failure(process.returncode)
             lines = job.lines()
             step = lines[-1]["step"] if lines else 0
-            display.progress.update(part, completed=step)
+            display.show(step)
             time.sleep(POLL_S)
     except BaseException:
         end(process, job)
@@ -172,7 +173,7 @@ def await_archive(tiers: Tiers, begun: int) -> tuple[int, float]:
 
 def run(options: argparse.Namespace, console: Console) -> bool:
     """All parts and the report; whether everything is equal."""
-    with fresh_folder(FOLDER) as lock, object_storage(FOLDER):
+    with fresh_folder(FOLDER, MARK) as lock, object_storage(FOLDER):
         shape = {"steps": options.steps, "save_every": options.save_every}
         shape["epoch_steps"] = max(4, options.steps * 2 // 5)
         root, cache = FOLDER / "killed", FOLDER / "cache"
@@ -229,25 +230,12 @@ def words(steps: Sequence[int]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
+    parser = parser_for(__doc__ or "", steps=60, seed="moment of the kill", folder=str(FOLDER))
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--seed", type=int, help="of the moment of the kill; else a random one")
-    parser.add_argument("--keep", action="store_true", help=f"leave {FOLDER} in place")
     options = parser.parse_args(arguments)
     if options.save_every < 6 or options.steps < 5 * options.save_every:
         parser.error("--steps must be at least five times --save-every, which must be at least 6")
-    if options.seed is None:
-        options.seed = random.SystemRandom().randrange(1000)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is ended too
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    try:
-        return 0 if run(options, console) else 1
-    except (DemoFailed, CkptError) as error:
-        print(f"tiers: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return carry_out("tiers", run, options)
 
 
 if __name__ == "__main__":
