@@ -74,6 +74,11 @@ def collect(points: list[Point], check: Callable[[Point], None]) -> None:
     assert not failures, "\n".join(failures)
 
 
+def shards_of(root: Path, step: int) -> list[bytes]:
+    """The bytes of every file that has the name of a shard."""
+    return [file.read_bytes() for file in root.glob(f"step-{step:010d}/*.safetensors")]
+
+
 def assert_whole(found: dict[str, Any], steps: set[int]) -> None:
     assert found["step"] in steps, found
     assert found["differs"] == [], found
@@ -122,6 +127,8 @@ def test_sigkill_of_both_at_every_call_leaves_the_old_or_the_new_generation(
             await_end(writer_of(trainer))
             trainer.kill()
         assert trainer.join() == -9
+        # Its size alone tells nobody that the bytes are not there yet.
+        assert shards_of(root, 2) in ([], shards_of(tmp_path / "recorded", 2))
         assert_whole(resume(root), {1, 2})
         again = start(programs.train_on_demand, str(root), {})
         again.say(2)

@@ -53,7 +53,7 @@ class Warming:
     def _begin(self, cache: Store, part: Part) -> None:
         folder = self._generation.folder
         there, known = sizes_in(cache, folder), manifest_in(cache, folder)
-        # Without a manifest it may be torn: a load that was killed leaves files of their full size.
+        # Without a manifest nobody may use it, and this load has the bytes at hand.
         is_kept = known is not None and known.attempt == self._generation.manifest.attempt
         if is_kept and all(there.get(file.name) == file.bytes for file in part.files):
             return  # it has this share, and others lack theirs

@@ -1,6 +1,7 @@
 """A local file written past the page cache where the file system allows it.
 
-Knows O_DIRECT and its alignment. Knows nothing of blocks, digests or names.
+It has its name once its bytes are durable. Knows O_DIRECT and its alignment. Knows nothing of
+blocks, digests or what names mean.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import threading
 from contextlib import suppress
 
 from torch_ckpt.errors import StorageError
-from torch_ckpt.storage.durable import sync_folder
+from torch_ckpt.storage.durable import sync_folder, temporary_beside
 from torch_ckpt.storage.failure import reported
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,8 @@ _PAGE = 4096
 class DirectSink:
     """A new file of known size; any thread may write any part, each part once.
 
-    If the size is not `exact`, it is the largest possible, and parts come in order.
+    `finish` gives it its name, which replaces what had that. If the size is not `exact`, it is the
+    largest possible, and parts come in order.
 
     A write is direct when it covers whole pages (the file's end counts as one): pages are then
     never shared with a buffered write. The rest, and what the kernel refuses to write directly
@@ -34,12 +36,15 @@ class DirectSink:
 
     def __init__(self, path: str, size: int, *, exact: bool = True) -> None:
         self._path, self._size, self._exact = path, size, exact
+        # Its size is the final one from the start on, so only the name can tell a reader, or who
+        # comes after a crash, that the bytes are not there yet.
+        self._name_now = temporary_beside(path)
         self._given = 0
         self._done = False
         self._lock = threading.Lock()
         self._files: list[int] = []
         flags = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._buffered = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        self._buffered = os.open(self._name_now, flags | os.O_CREAT | os.O_EXCL, 0o666)
         self._files.append(self._buffered)
         try:
             # The size at once: direct writes that do not extend a file run side by side.
@@ -77,6 +82,8 @@ class DirectSink:
             os.fsync(self._buffered)
             while self._files:
                 os.close(self._files.pop())  # network file systems report late errors here
+            os.replace(self._name_now, self._path)
+            self._name_now = self._path
             sync_folder(os.path.dirname(self._path))
         self._done = True
 
@@ -89,18 +96,18 @@ class DirectSink:
             with suppress(OSError):
                 os.close(self._files.pop())
         try:
-            os.unlink(self._path)
+            os.unlink(self._name_now)
         except FileNotFoundError:
             pass
         except OSError as error:
-            logger.warning("an abandoned file stays at %s: %s", self._path, error)
+            logger.warning("an abandoned file stays at %s: %s", self._name_now, error)
 
     def _open_direct(self, flags: int) -> int | None:
         direct = getattr(os, "O_DIRECT", None)  # Linux only
         if direct is None:
             return None
         try:
-            file = os.open(self._path, flags | direct)
+            file = os.open(self._name_now, flags | direct)
         except OSError as error:
             if error.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
                 return None

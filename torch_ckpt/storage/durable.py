@@ -134,18 +134,22 @@ def link_file(source: str, path: str) -> None:
 
 
 def _copy_file(source: str, path: str) -> None:
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    temporary = temporary_beside(path)
     origin = os.open(source, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        target = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _copy_bytes(origin, target, os.fstat(origin).st_size)
             os.fsync(target)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(path)
-            raise
         finally:
             os.close(target)
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
     finally:
         os.close(origin)
 

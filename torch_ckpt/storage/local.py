@@ -11,7 +11,7 @@ import os
 import stat
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from torch_ckpt.errors import StorageError, UnexpectedFile
 from torch_ckpt.storage.direct import DirectSink
@@ -22,7 +22,6 @@ from torch_ckpt.storage.durable import (
     make_folders,
     replace_file,
     sync_folder,
-    temporary_beside,
 )
 from torch_ckpt.storage.failure import reported, storage_error
 from torch_ckpt.storage.lustre import Stripes, Striping
@@ -82,25 +81,19 @@ class LocalStore:
     def create(self, name: str, size: int, *, exact: bool = True) -> Sink:
         path = self._path(name)
         with reported("create", path):
+            if os.path.lexists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
             return DirectSink(path, size, exact=exact)
 
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:
         path = self._path(name)
-        # Under a name of its own until it is whole: the size of an unfinished file is the final
-        # one, so that only its name tells.
-        temporary = temporary_beside(path)
         with reported("create", path):
-            sink = DirectSink(temporary, size)
+            sink = DirectSink(path, size)
         try:
             fill_sink(sink, size, read, sha256=sha256, where=path)
             sink.finish()
-            with reported("write", path):
-                os.replace(temporary, path)
-                sync_folder(os.path.dirname(path))
         except BaseException:
             sink.abandon()
-            with suppress(OSError):
-                os.unlink(temporary)  # where it was finished, but could not get its name
             raise
 
     def abort_uploads(self, folder: str, *, older_than_s: float = 0.0) -> int:

@@ -307,14 +307,3 @@ def test_pieces_that_overlap_others_are_checked_too(source: LocalStore) -> None:
         else:
             again()
             assert out == shard
-
-
-def test_a_shard_that_has_its_size_alone_is_not_taken_for_one_that_arrived(tmp_path: Path) -> None:
-    """A killed writer leaves such a one in a cache, where files get their size first."""
-    root, cache = LocalStore(str(tmp_path / "root")), LocalStore(str(tmp_path / "cache"))
-    one = samples.commit(root, 7)
-    (shard,) = (tmp_path / "root" / one.folder).glob("*.safetensors")
-    cache.make_folder(one.folder)
-    (tmp_path / "cache" / one.folder / shard.name).write_bytes(bytes(shard.stat().st_size))
-    assert copy_generation(root, cache, one).files == 2
-    assert verify(cache, one).ok

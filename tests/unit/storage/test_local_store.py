@@ -349,7 +349,12 @@ class TestOrder:
     def test_a_shard_and_its_name_are_durable_when_finished(self, tmp_path: Path) -> None:
         body = "k = s.create('g/s', 5); k.write_at(0, memoryview(b'12345')); k.finish()"
         calls = self.trace(tmp_path, body)
-        assert calls[-3:] == ["ftruncate /g/s", "fsync /g/s", "fsync /g"]
+        assert calls[-4:] == [
+            "ftruncate /g/s.tmp",
+            "fsync /g/s.tmp",
+            "rename /g/s.tmp",
+            "fsync /g",
+        ]
 
     def test_a_deletion_is_durable_before_the_next_one(self, tmp_path: Path) -> None:
         calls = self.trace(tmp_path, "s.delete('g/first'); s.delete_folder('g')")
