@@ -36,7 +36,7 @@ class Entry:
 
 
 class Sink(Protocol):
-    """A file being written; it has its name once it is finished, and counts once a part names it."""
+    """A file being written; it has its name once finished, and counts once a part names it."""
 
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write all of `data`; ascending and without gaps where access is not random."""
