@@ -6,6 +6,7 @@ that several runs cost one import of Transformers.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from transformers import (
 
 from accelerate_ckpt import TrainerCheckpoint
 from tests.ports import free_port
+from tests.running import LIMIT_S
 from tests.tensors import digest_of, tensors_in
 from torch_ckpt import Checkpointer
 
@@ -203,7 +205,7 @@ class Done:
     log: str
 
 
-def run(*jobs: dict[str, Any], timeout_s: float = 120.0) -> list[Done]:
+def run(*jobs: dict[str, Any], timeout_s: float = LIMIT_S) -> list[Done]:
     """Run jobs, one after the other, each in a process of its own, or in `ranks` of them."""
     command = [sys.executable, "-m", "tests.accelerate.trainer_job"]
     done = subprocess.run(
@@ -260,6 +262,7 @@ def _child(job: dict[str, Any], out: Path, log: Path) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    faulthandler.dump_traceback_later(LIMIT_S - 10, exit=True)  # nobody else would end it
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     torch.set_num_threads(1)
     code = 1
