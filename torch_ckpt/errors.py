@@ -186,6 +186,14 @@ class StorageError(CkptError, OSError):
     """Storage refused, lost or could not finish a request."""
 
 
+class ServerBusy(StorageError):
+    """An object store asks to be left alone for a while; what was asked of it was not done."""
+
+    def __init__(self, refusal: str, *, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"{refusal}; it asks to be left alone for {retry_after_s:.0f} s")
+
+
 class UnexpectedFile(StorageError):
     """What stands under a stored name is not a file that a save wrote."""
 

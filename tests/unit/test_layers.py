@@ -19,6 +19,7 @@ FACTS: dict[str, dict[str, object]] = {
     "SaveFailed": {"step": 7, "reason": "the disk is full"},
     "WriterDied": {"step": 7, "reason": "signal 9"},
     "SaveSkipped": {"step": 7, "reason": "both slabs were busy"},
+    "ServerBusy": {"refusal": "s3://bucket refuses", "retry_after_s": 30},
     "ArchiveTaken": {"archive": "s3://bucket/run7", "owner": "0f3a", "run": "91bc"},
     "NotArchived": {"step": 7, "reason": "its writer has ended"},
     "SnapshotTorn": {"step": 7, "tensors": ["b", "a"]},

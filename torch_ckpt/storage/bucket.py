@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from torch_ckpt.storage.retry_after import pause_asked_by
+
 _MAX_DELETED = 1_000
 """The server's limit for one request."""
 
@@ -65,6 +67,20 @@ class Bucket:
     def delete_marker(self, folder_key: str) -> None:
         """Remove the empty object that some servers show in place of an empty folder."""
         self._call("delete_object", Key=f"{folder_key}/")
+
+    def pause_asked(self, folder_key: str, *, writes: bool) -> float | None:
+        """For how many seconds the server wants to be left alone, if it refuses a request now."""
+        self._fs.retries = 1  # a request is sent once; the options have botocore do so, too
+        try:
+            if writes:
+                # There is no such upload: a server that is well says so, and nothing is stored.
+                target = {"Key": f"{folder_key}/asking", "UploadId": "0", "PartNumber": 1}
+                self._call("upload_part", **target, Body=b"")
+            else:
+                self._call("list_objects_v2", Prefix=f"{folder_key}/", MaxKeys=1)
+        except Exception as error:  # as above: whatever comes out of s3fs
+            return pause_asked_by(error)
+        return None
 
     def _call(self, request: str, **arguments: Any) -> dict[str, Any]:
         return self._fs.call_s3(request, Bucket=self._name, **arguments)

@@ -34,6 +34,9 @@ _CREDENTIALS_LAST = timedelta(minutes=5)
 """How long credentials are kept before their provider is asked again, which renews them early."""
 
 
+FIRST_PAUSE_S = 0.1
+
+
 class Untranslatable(Exception):
     """These options mean something that obstore has no word for."""
 
@@ -52,29 +55,44 @@ class Clients:
     retries_last_s: float = 180.0
     """Less than five minutes: a request is signed once for all its retries."""
 
-    def single(self) -> Any:
+    def single(
+        self,
+        patience: float = 1.0,
+        *,
+        retries: int | None = None,
+        pause_s: float = FIRST_PAUSE_S,
+    ) -> Any:
         """A client that deletes by one request a name, which not every server has the other for."""
         if self.kind != "s3":
-            return self.client()
+            return self.client(patience, retries=retries, pause_s=pause_s)
         from obstore.exceptions import UnknownConfigurationKeyError
 
         alone = replace(self, config={**self.config, "disable_bulk_delete": True})
         try:
-            return alone.client()
+            return alone.client(patience, retries=retries, pause_s=pause_s)
         except UnknownConfigurationKeyError:  # an older obstore
-            return self.client()
+            return self.client(patience, retries=retries, pause_s=pause_s)
 
-    def client(self, patience: float = 1.0) -> Any:
-        """A client whose every request ends within its deadline, times `patience`."""
+    def client(
+        self,
+        patience: float = 1.0,
+        *,
+        retries: int | None = None,
+        pause_s: float = FIRST_PAUSE_S,
+    ) -> Any:
+        """A client whose every request ends within its deadline, times `patience`.
+
+        It repeats one at most `retries` times, first after `pause_s`.
+        """
         from obstore import store
 
         make: Any = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.kind]
         retry = {
-            "max_retries": self.max_retries,
+            "max_retries": self.max_retries if retries is None else min(retries, self.max_retries),
             "retry_timeout": timedelta(seconds=self.retries_last_s),
             "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=15),
+                "init_backoff": timedelta(seconds=pause_s),
+                "max_backoff": timedelta(seconds=max(15.0, pause_s)),
                 "base": 2,
             },
         }

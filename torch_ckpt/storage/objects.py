@@ -2,27 +2,24 @@
 
 Knows requests and their order. Knows nothing of options and credentials, or of what the bytes
 mean. Every request has a deadline and is tried again, with jitter, for a bounded time, both by
-obstore; it does not show a server's `Retry-After`, so pauses grow up to 15 s whatever that says.
-A forked child must open its own store.
+obstore, whose pauses grow up to 15 s whatever a `Retry-After` says. An unhurried caller has that
+obeyed instead. A forked child must open its own store.
 """
 
 from __future__ import annotations
 
 import logging
-import random
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import obstore
 
-from torch_ckpt.errors import ConfigError, StorageError, UnexpectedFile
+from torch_ckpt.errors import ConfigError, ServerBusy, StorageError, UnexpectedFile
 from torch_ckpt.storage.clients import Clients, Untranslatable, translate
 from torch_ckpt.storage.names import check_name
-from torch_ckpt.storage.outgoing import PART_BYTES, Shape, parts
+from torch_ckpt.storage.outgoing import PART_BYTES, Remembering, Shape, parts
 from torch_ckpt.storage.refusals import (
     is_behind_the_end,
     is_broken_off,
@@ -32,19 +29,29 @@ from torch_ckpt.storage.refusals import (
     is_unanswered,
     refusal,
 )
+from torch_ckpt.storage.requests import TRIES, Requests, pause_before
 from torch_ckpt.storage.store import Capabilities, Entry, Read, Sink, Store
 from torch_ckpt.storage.stream import Stream
 
+if TYPE_CHECKING:
+    from torch_ckpt.storage.remote import FsspecStore
+
 logger = logging.getLogger(__name__)
 
-_TRIES = 4
-"""Of what obstore sends once: a conditional write, a deletion, an answer that broke off."""
 _DELETERS = 8
 _COPY_PATIENCE = 10.0
 """Times the ordinary deadline: a server answers when it has copied, at some 100 MB/s."""
+_ASKED_ONCE: dict[str, Any] = {
+    "connect_timeout": 5,
+    "read_timeout": 5,
+    "retries": {"max_attempts": 0},
+}
+"""What botocore does with a request that is sent to see its answer."""
 
 
-def open_objects(url: str, storage_options: dict[str, Any]) -> Store | None:
+def open_objects(
+    url: str, storage_options: dict[str, Any], *, unhurried: bool = False
+) -> Store | None:
     """The store at a URL of a cloud; None where obstore cannot do what the options say.
 
     Raises:
@@ -56,7 +63,7 @@ def open_objects(url: str, storage_options: dict[str, Any]) -> Store | None:
         logger.info("%s goes through fsspec, which is slower: obstore cannot take %s", url, reason)
         return None
     try:
-        return ObjectStore(url, clients, prefix, storage_options)
+        return ObjectStore(url, clients, prefix, storage_options, unhurried=unhurried)
     except Exception as error:  # obstore refuses what it cannot use by errors of several classes
         raise ConfigError(str(refusal("open", url, error))) from None
 
@@ -67,14 +74,19 @@ class ObjectStore:
     capabilities = Capabilities(files=False, random_access=False)
 
     def __init__(
-        self, url: str, clients: Clients, prefix: str, storage_options: dict[str, Any]
+        self,
+        url: str,
+        clients: Clients,
+        prefix: str,
+        storage_options: dict[str, Any],
+        *,
+        unhurried: bool = False,
     ) -> None:
         self._url, self._clients, self._prefix = url.rstrip("/"), clients, prefix
         self._options = storage_options
-        self._made: dict[float, Any] = {}
-        self._deleter: Any = None
-        self._lock = threading.Lock()
-        self._client()
+        self._requests = Requests(self._url, clients, self._pause_asked if unhurried else None)
+        self._asker: FsspecStore | None = None
+        self._requests.client()
 
     @property
     def url(self) -> str:
@@ -83,33 +95,34 @@ class ObjectStore:
     def put(self, name: str, data: bytes) -> None:
         key = self._key(name)
         with self._reported("write", name):
-            obstore.put(self._client(), key, data, use_multipart=False)
+            self._requests.ask(obstore.put, key, data, use_multipart=False, writes=True)
 
     def put_new(self, name: str, data: bytes) -> bool:
         # Looked at first: some servers ignore the condition and overwrite.
         if (found := self._found(name, len(data))) is not None:
             return found == data
-        for attempt in range(1, _TRIES + 1):
+        options: dict[str, Any] = {"mode": "create", "use_multipart": False}
+        for attempt in range(1, TRIES + 1):
             try:
-                obstore.put(
-                    self._client(), self._key(name), data, mode="create", use_multipart=False
-                )
+                self._requests.ask(obstore.put, self._key(name), data, writes=True, **options)
                 return True
+            except ServerBusy:
+                raise
             except Exception as error:
                 # Taken, perhaps by us: the answer to an earlier request may have been lost.
                 if (found := self._found(name, len(data))) is not None:
                     return found == data
-                if attempt == _TRIES or type(error).__name__.startswith(("Perm", "Unauth")):
+                if attempt == TRIES or type(error).__name__.startswith(("Perm", "Unauth")):
                     raise refusal("write", self._where(name), error) from None
-            time.sleep(random.uniform(0.0, 0.2 * 2**attempt))
+            pause_before(attempt)
         raise StorageError  # not reached
 
     def get(self, name: str, *, limit: int) -> bytes:
         key = self._key(name)
         with self._reported("read", name, missing_is_fine=True):
-            answer = _again(is_broken_off, obstore.get, self._client(), key)
-            if (size := answer.meta["size"]) <= limit:
-                return bytes(answer.bytes())
+            size, data = self._requests.ask(_whole, key, limit, again_if=is_broken_off)
+            if data is not None:
+                return data
         raise UnexpectedFile(
             f"{self._where(name)} has {size} bytes, more than the {limit} that such a file may "
             "have; it was not written by torch-ckpt, or is damaged"
@@ -117,7 +130,7 @@ class ObjectStore:
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
         target, done = target.cast("B"), 0
-        key, client = self._key(name), self._client(2.0)
+        key = self._key(name)
         if not target:
             self._size(name)  # a missing name is reported all the same
         while done < len(target):
@@ -125,8 +138,13 @@ class ObjectStore:
             length = min(PART_BYTES, len(target) - done)
             start = offset + done
             try:
-                data = _again(
-                    is_broken_off, obstore.get_range, client, key, start=start, length=length
+                data = self._requests.ask(
+                    obstore.get_range,
+                    key,
+                    start=start,
+                    length=length,
+                    patience=2.0,
+                    again_if=is_broken_off,
                 )
             except Exception as error:
                 if not is_behind_the_end(error):
@@ -153,11 +171,19 @@ class ObjectStore:
     def upload(self, name: str, size: int, read: Read, *, sha256: str | None = None) -> None:
         self._key(name)
         shape = Shape(size)
-        source = parts(size, read, shape, sha256=sha256, where=self._where(name))
-        try:
-            self._send(name, size, shape, source)
-        finally:
-            source.close()
+        tries = (None,) if shape.single(size) else self._requests.upload_tries()
+        for retries in tries:
+            source = parts(size, read, shape, sha256=sha256, where=self._where(name))
+            try:
+                self._send(name, size, shape, source, retries=retries)
+                return
+            except StorageError as error:
+                if retries is tries[-1] or isinstance(error, ServerBusy):
+                    raise
+                self._requests.be_patient()
+                logger.info("%s; it is sent again, each part with more patience", error)
+            finally:
+                source.close()
 
     def _send(
         self,
@@ -167,11 +193,11 @@ class ObjectStore:
         source: Iterator[memoryview],
         *,
         exact: bool = True,
+        retries: int | None = None,
     ) -> None:
         """Store the parts that `source` brings, and see that all of them are there."""
-        key = self._key(name)
-        client = self._client(2.0 * shape.part_bytes / PART_BYTES)
-        source = _Remembering(source)
+        key, patience = self._key(name), 2.0 * shape.part_bytes / PART_BYTES
+        source = Remembering(source)
         before = None
         try:
             if shape.single(size):
@@ -179,11 +205,12 @@ class ObjectStore:
                 # Also this one is published only when its source says that it ends.
                 if next(source, None) is not None:
                     raise StorageError(f"{self._where(name)} was given more than {size} bytes")
-                obstore.put(client, key, data, use_multipart=False)
+                put = self._requests.ask
+                put(obstore.put, key, data, use_multipart=False, patience=patience, writes=True)
             else:
                 before = self._tag(name)
                 obstore.put(
-                    client,
+                    self._requests.client(patience, retries=retries),
                     key,
                     source,
                     use_multipart=True,
@@ -197,6 +224,7 @@ class ObjectStore:
                 raise source.failure from None
             # Also what the server answers when the answer that it had finished was lost.
             if not (is_forgotten(error) and self._tag(name) not in {None, before}):
+                self._requests.heed(error, writes=True)
                 raise refusal("write", self._where(name), error) from None
         size = size if exact else source.bytes
         if (stored := self._size(name)) != size:
@@ -210,6 +238,7 @@ class ObjectStore:
             check_name(folder, root=self._url)
         if self._clients.kind != "s3":
             return 0  # Azure drops them after a week; Google's need a lifecycle rule
+        self._requests.insist()
         if (twin := self._twin()) is None:
             logger.warning(
                 "multipart uploads that were cut stay under %s: listing them needs s3fs "
@@ -222,7 +251,7 @@ class ObjectStore:
     def link(self, source: str, name: str) -> None:
         here, there = self._key(source), self._key(name)
         try:
-            obstore.copy(self._client(_COPY_PATIENCE), here, there)
+            self._requests.ask(obstore.copy, here, there, patience=_COPY_PATIENCE, writes=True)
         except Exception as error:
             if is_too_large(error) and (twin := self._twin()) is not None:
                 twin.link(source, name)  # in parts, each copied by the server
@@ -237,7 +266,7 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         key = self._key(name)
         try:
-            _again(is_unanswered, obstore.delete, self._single(), key)
+            self._requests.ask(obstore.delete, key, alone=True, writes=True, again_if=is_unanswered)
         except Exception as error:
             if not is_missing(error):
                 self._raise("delete", name, error)
@@ -247,8 +276,10 @@ class ObjectStore:
         keys = [self._key(name) for name in names]
         try:
             if len(keys) > 1:
-                _again(is_unanswered, obstore.delete, self._client(), keys)
+                self._requests.ask(obstore.delete, keys, writes=True, again_if=is_unanswered)
                 return
+        except ServerBusy:
+            raise
         except Exception as error:  # it fails as a whole for one that is missing
             logger.debug("deleting one by one under %s: %s", self._url, type(error).__name__)
         with ThreadPoolExecutor(_DELETERS) as pool:
@@ -281,17 +312,18 @@ class ObjectStore:
     def _listed(self, folder: str) -> Any:
         path = self._key(folder) if folder else self._prefix
         with self._reported("list", folder):
-            return _again(is_broken_off, obstore.list_with_delimiter, self._client(), path or None)
+            ask = self._requests.ask
+            return ask(obstore.list_with_delimiter, path or None, again_if=is_broken_off)
 
     def _size(self, name: str) -> int:
         with self._reported("read", name, missing_is_fine=True):
-            return obstore.head(self._client(), self._key(name))["size"]
+            return self._requests.ask(obstore.head, self._key(name))["size"]
 
     def _tag(self, name: str) -> str | None:
         """What tells this content of a name from another; None if there is none."""
         try:
             with self._reported("read", name, missing_is_fine=True):
-                return obstore.head(self._client(), self._key(name))["e_tag"]
+                return self._requests.ask(obstore.head, self._key(name))["e_tag"]
         except FileNotFoundError:
             return None
 
@@ -303,24 +335,19 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
-    def _client(self, patience: float = 1.0) -> Any:
-        with self._lock:
-            if (client := self._made.get(patience)) is None:
-                client = self._made[patience] = self._clients.client(patience)
-            return client
+    def _pause_asked(self, writes: bool) -> float | None:
+        if self._asker is None and self._clients.kind == "s3":
+            self._asker = self._twin(**_ASKED_ONCE)
+        return None if self._asker is None else self._asker.pause_asked(writes=writes)
 
-    def _single(self) -> Any:
-        with self._lock:
-            if self._deleter is None:
-                self._deleter = self._clients.single()
-            return self._deleter
-
-    def _twin(self) -> Store | None:
+    def _twin(self, **config: Any) -> FsspecStore | None:
         """The same place through fsspec, for what obstore cannot do; None without its package."""
         from torch_ckpt.storage.remote import open_fsspec
 
         # It sends no contents, so no checksum of contents, which its package may not have.
         options = {k: v for k, v in self._options.items() if k != "s3_additional_kwargs"}
+        if config:
+            options["config_kwargs"] = {**(options.get("config_kwargs") or {}), **config}
         try:
             return open_fsspec(self._url, options)
         except ConfigError:
@@ -336,6 +363,8 @@ class ObjectStore:
     def _raise(
         self, action: str, name: str, error: Exception, *, missing_is_fine: bool = False
     ) -> NoReturn:
+        if isinstance(error, ServerBusy):
+            raise error
         # Without the original, whose text may hold signed URLs.
         if missing_is_fine and is_missing(error):
             raise FileNotFoundError(f"{self._where(name)} does not exist") from None
@@ -349,39 +378,8 @@ class ObjectStore:
         return f"{self._url}/{name}" if name else self._url
 
 
-def _again(
-    broken: Callable[[Exception], bool], ask: Callable[..., Any], *args: Any, **options: Any
-) -> Any:
-    """Ask for what may be asked twice, again where obstore does not do so by itself."""
-    for attempt in range(1, _TRIES):
-        try:
-            return ask(*args, **options)
-        except Exception as error:
-            if not broken(error):
-                raise
-        time.sleep(random.uniform(0.0, 0.2 * 2**attempt))
-    return ask(*args, **options)
-
-
-class _Remembering:
-    """An iterator that keeps what its source raised, which tells it from what a server did."""
-
-    def __init__(self, source: Iterator[memoryview]) -> None:
-        self._source = source
-        self.bytes = 0
-        """What it has brought so far."""
-        self.failure: BaseException | None = None
-
-    def __iter__(self) -> Iterator[memoryview]:
-        return self
-
-    def __next__(self) -> memoryview:
-        try:
-            part = next(self._source)
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.failure = error
-            raise
-        self.bytes += len(part)
-        return part
+def _whole(client: Any, key: str, limit: int) -> tuple[int, bytes | None]:
+    """The size of an object, and its bytes unless they are more than `limit`."""
+    answer = obstore.get(client, key)
+    size = answer.meta["size"]
+    return size, bytes(answer.bytes()) if size <= limit else None

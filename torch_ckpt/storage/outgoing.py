@@ -11,7 +11,7 @@ import mmap
 import queue
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch_ckpt.storage.parts import check_digest, fill
@@ -104,3 +104,27 @@ def parts(
         finally:
             for future in ahead:
                 future.cancel()
+
+
+class Remembering:
+    """An iterator that keeps what its source raised, which tells it from what a server did."""
+
+    def __init__(self, source: Iterator[memoryview]) -> None:
+        self._source = source
+        self.bytes = 0
+        """What it has brought so far."""
+        self.failure: BaseException | None = None
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self
+
+    def __next__(self) -> memoryview:
+        try:
+            part = next(self._source)
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+        self.bytes += len(part)
+        return part

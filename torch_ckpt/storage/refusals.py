@@ -11,6 +11,8 @@ import re
 from torch_ckpt.errors import StorageError
 
 _XML = re.compile(r"<Code>(?P<code>[^<]*)</Code>(.*?<Message>(?P<message>[^<]*)</Message>)?", re.S)
+_PUT_OFF = re.compile(r"status code: (429|503) ")
+_FINAL = re.compile(r"status code: 4(?!08|29)\d\d ")
 _LONGEST = 400
 _NEXT_MOVES = {
     "PermissionDeniedError": "give these credentials the permission, or use others",
@@ -29,7 +31,7 @@ def refusal(action: str, where: str, error: Exception) -> StorageError:
     text = f"{type(error).__name__} {error}"
     next_move = next((move for sign, move in _NEXT_MOVES.items() if sign in text), None)
     return StorageError(
-        f"cannot {action} {where}: {_cause(error)}" + (f"; {next_move}" if next_move else "")
+        f"cannot {action} {where}: {cause_of(error)}" + (f"; {next_move}" if next_move else "")
     )
 
 
@@ -61,12 +63,24 @@ def is_broken_off(error: Exception) -> bool:
     return "response body error" in str(error)
 
 
+def is_put_off(error: Exception) -> bool:
+    """Whether the server wants to be asked later."""
+    return _PUT_OFF.search(str(error)) is not None
+
+
+def is_passing(error: Exception) -> bool:
+    """Whether the same request may be answered in another way the next time."""
+    # The classes of obstore that say more than this one are about the request, not its way.
+    return type(error).__name__ == "GenericError" and _FINAL.search(str(error)) is None
+
+
 def is_unanswered(error: Exception) -> bool:
     """Whether a request was sent and no answer came."""
     return "error sending request" in str(error)
 
 
-def _cause(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
+    """What obstore says of an error, in one line that may be shown."""
     text = str(error).partition("\n\nDebug source:")[0]
     if (found := _XML.search(text)) is not None:
         said = ": ".join(filter(None, (found["code"], found["message"])))

@@ -11,11 +11,12 @@ from typing import Any
 
 import fsspec
 
-from torch_ckpt.errors import ConfigError, StorageError, UnexpectedFile
+from torch_ckpt.errors import ConfigError, ServerBusy, StorageError, UnexpectedFile
 from torch_ckpt.storage.bucket import Bucket
 from torch_ckpt.storage.failure import storage_error
 from torch_ckpt.storage.names import check_name
 from torch_ckpt.storage.parts import fill_sink
+from torch_ckpt.storage.retry_after import pause_asked_by
 from torch_ckpt.storage.store import Capabilities, Entry, Read, Sink
 
 _REQUEST_BYTES = 16 << 20
@@ -126,6 +127,13 @@ class FsspecStore:
         bucket, key = self._bucket(prefix)
         with _reported("abort uploads under", self._where(folder)):
             return bucket.abort_uploads(key, older_than_s)
+
+    def pause_asked(self, *, writes: bool) -> float | None:
+        """For how many seconds the server wants to be left alone, as one request to S3 says."""
+        if not hasattr(self._fs, "call_s3"):
+            return None
+        bucket, key = self._bucket(self._root)
+        return bucket.pause_asked(key, writes=writes)
 
     def link(self, source: str, name: str) -> None:
         with _reported(f"give the name {name!r} to", self._where(source), missing_is_fine=True):
@@ -286,7 +294,10 @@ def _reported(action: str, where: str, *, missing_is_fine: bool = False) -> Iter
     except Exception as error:  # backends let their own client's exceptions out as well
         if missing_is_fine and isinstance(error, FileNotFoundError):
             raise FileNotFoundError(f"{where} does not exist") from error
-        raise storage_error(action, where, error) from error
+        failure = storage_error(action, where, error)
+        if (pause_s := pause_asked_by(error)) is not None:
+            raise ServerBusy(str(failure), retry_after_s=pause_s) from error
+        raise failure from error
 
 
 def _is_folder(info: dict[str, Any]) -> bool:

@@ -154,9 +154,15 @@ _CLOUDS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 
 def open_store(
-    url: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    url: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None = None,
+    *,
+    unhurried: bool = False,
 ) -> Store:
     """The store at a path or an fsspec URL.
+
+    An unhurried caller gets ServerBusy as soon as a server asks to be left alone for a while, and
+    for as long, where others have a request repeated for some minutes whatever the server asks.
 
     Of a path, the options are `stripe_count` and `stripe_size`, which matter on Lustre alone.
 
@@ -172,7 +178,8 @@ def open_store(
         if scheme["name"].lower() in _CLOUDS and scheme[2] is None and _has_obstore():
             from torch_ckpt.storage.objects import open_objects
 
-            if (store := open_objects(url, dict(storage_options or {}))) is not None:
+            options = dict(storage_options or {})
+            if (store := open_objects(url, options, unhurried=unhurried)) is not None:
                 return store
         return open_fsspec(url, dict(storage_options or {}))
     from torch_ckpt.storage.local import LocalStore

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch_ckpt.errors import ArchiveTaken, CkptError
+from torch_ckpt.errors import ArchiveTaken, CkptError, ServerBusy
 from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
 from torch_ckpt.generations.index import write_index
 from torch_ckpt.generations.leaving import bases_first, pin_for, unwanted
@@ -39,7 +38,6 @@ _FIRST_PAUSE_S = 0.05
 _POLL_S = 2.0
 """How often a rank looks whether its peers have sent their shares."""
 _LONGEST_PAUSE_S = 60.0
-_SAY_EVERY_S = 60.0
 _ABANDONED_S = 86_400.0
 """No upload of a shard takes a day: one that is so old was cut, and its generation is gone."""
 _TICK_S = 0.05
@@ -88,7 +86,6 @@ class Tiers:
         self._lock = threading.RLock()
         self._pruning = threading.Lock()
         self._wake, self._stopping, self._idle = (threading.Event() for _ in range(3))
-        self._said = float("-inf")
         self._follower = Follower(
             rank=rank,
             primary=primary,
@@ -171,18 +168,20 @@ class Tiers:
     # The thread.
 
     def _run(self) -> None:
-        pause, failures = _FIRST_PAUSE_S, 0
+        pause = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             try:
                 busy = self._round()
                 pause = min(pause * 2, _POLL_S) if busy else _LONGEST_PAUSE_S
-                failures = 0
+                self._setbacks.round_went()
             except _Stopped:
                 return
             except Exception as error:  # whatever a backend raises: the tiers must not be given up
-                failures += 1
-                pause = min(_LONGEST_PAUSE_S, 2.0 ** min(failures, 6)) * random.uniform(0.5, 1.0)
+                pause = self._setbacks.round_failed(error)
                 self._complain(error, pause)
+                if isinstance(error, ServerBusy):
+                    self._stopping.wait(pause)  # nothing new is a reason to ask sooner
+                    pause = _FIRST_PAUSE_S
             if self._wake.wait(pause):
                 pause = _FIRST_PAUSE_S
             self._wake.clear()
@@ -215,7 +214,8 @@ class Tiers:
     def _promote(self, primary: Store) -> None:
         promoter = self._promoter
         if promoter is None:
-            archive = open_store(str(self.options.archive), self.options.archive_options)
+            url, options = str(self.options.archive), self.options.archive_options
+            archive = open_store(url, options, unhurried=True)
             promoter = self._promoter = self._untidy = Promoter(
                 primary,
                 archive,
@@ -230,7 +230,7 @@ class Tiers:
                 raise _Stopped
             try:
                 self._take_on(promoter, one)
-            except _Stopped:
+            except (_Stopped, ServerBusy):
                 raise
             except PromotionRefused as refusal:
                 if refusal.damage:
@@ -387,14 +387,5 @@ class Tiers:
                 self._passed.discard(key)
 
     def _complain(self, error: Exception, pause_s: float) -> None:
-        now = time.monotonic()
-        if now - self._said < _SAY_EVERY_S:
-            return
-        self._said = now
-        logger.warning(
-            "%d generations wait for %s, which does not take them all (%s); trying again in %.0f s",
-            len(self._waiting()),
-            self.options.archive or self.options.cache,
-            error,
-            pause_s,
-        )
+        where = self.options.archive or self.options.cache
+        self._setbacks.complain(len(self._waiting()), where, error, pause_s)
