@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch_ckpt.errors import (
@@ -143,7 +143,7 @@ class Promoter:
 
     def _send(self, generation: Generation, *, lends: bool) -> None:
         folder = generation.folder
-        try:
+        with self._refusing(generation, lost=f"{self.archive.url} lost what it was sent"):
             self.archive.make_folder(folder)
             there = self._there(generation)
             self._mend(generation, there)
@@ -152,11 +152,29 @@ class Promoter:
                     continue
                 if lends or not self._recoded(folder, stored, there):
                     self._copied(folder, stored, there)
+
+    @contextlib.contextmanager
+    def _refusing(self, generation: Generation, *, lost: str) -> Iterator[None]:
+        """Turn what only the primary tier can be to blame for into PromotionRefused."""
+        try:
+            yield
         except (IntegrityError, FormatError) as error:
             raise PromotionRefused(str(error), damage=True) from error
         except FileNotFoundError as error:
             self._insist_on(generation)
-            raise StorageError(f"{self.archive.url} lost what it was sent: {error}") from error
+            raise StorageError(f"{lost}: {error}") from error
+
+    def builds_on(self, generation: Generation) -> frozenset[tuple[int, str]]:
+        """Step and attempt of each generation in whose shards blocks of this one lie.
+
+        Reads all parts. Raises what `send` raises.
+        """
+        folder, found = generation.folder, set[tuple[int, str]]()
+        with self._refusing(generation, lost=f"{self.primary.url} lost a part for a moment"):
+            for stored in generation.manifest.parts:
+                part = read_part(self.primary, folder, stored)
+                found.update((one.step, one.attempt) for one in part.borrowed)
+        return frozenset(found)
 
     def _copied(self, folder: str, stored: StoredFile, there: Mapping[str, int]) -> None:
         """Send a part as it is."""

@@ -2,8 +2,8 @@
 
 Follows each save until it is committed, completes the node's cached copy, promotes what the archive
 should have, newest first, and lets the primary tier go of what has arrived. A tier that is down
-costs a line in the log a minute and a name in a list for each generation that waits. Knows stores
-and generations. Knows nothing of sockets, slabs or messages.
+costs a line in the log a minute and a name in a list for each generation that waits. Knows the
+order of the work. Knows nothing of sockets, slabs or messages, and leaves to `ledger` who waits.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from torch_ckpt.errors import ArchiveTaken, CkptError, ServerBusy
-from torch_ckpt.generations.catalog import Catalog, Generation, newest_first
+from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.index import write_index
-from torch_ckpt.generations.leaving import bases_first, pin_for, unwanted
+from torch_ckpt.generations.leaving import pin_for
 from torch_ckpt.generations.prune import delete_unlent, prune
 from torch_ckpt.generations.retention import Retention, from_json
 from torch_ckpt.manifest.schema import Manifest
@@ -28,6 +27,7 @@ from torch_ckpt.storage.store import Store, open_store
 from torch_ckpt.writer.cache import Cache
 from torch_ckpt.writer.follow import Follower, generation_of
 from torch_ckpt.writer.job import Job
+from torch_ckpt.writer.ledger import Ledger
 from torch_ckpt.writer.promote import Promoter, PromotionRefused
 from torch_ckpt.writer.setbacks import Setbacks
 from torch_ckpt.writer.tier_options import TierOptions
@@ -43,8 +43,6 @@ _ABANDONED_S = 86_400.0
 _TICK_S = 0.05
 _STOP_S = 3.0
 """A promotion may be cut anywhere, and somebody may wait for this writer to end."""
-_REMEMBERED = 256
-"""Archived generations whose summaries are kept to judge the rest by."""
 
 
 class _Stopped(Exception):
@@ -72,16 +70,10 @@ class Tiers:
         self._untidy: Promoter | None = None
         """One whose archive may hold what killed writers left."""
         self._bucket = TokenBucket(options.bandwidth_limit)
-        self._known: dict[tuple[int, str], Generation] = {}
-        self._base: tuple[int, str] | None = None  # of the save that is being written, perhaps
-        self._archived: set[tuple[int, str]] = set()
-        self._sent: set[tuple[int, str]] = set()
-        self._passed: set[tuple[int, str]] = set()
-        """Those that will never be archived, and why is said."""
+        self._ledger = Ledger(self._keep_archive, self._builds_on)
         self._setbacks = Setbacks()
         self._refused: set[str] = set()
-        self._given_up: set[str] = set()
-        """Folders that the user removed before the archive had them."""
+        """Runs of which it is said that the archive is not theirs."""
         self._adopted = False
         self._lock = threading.RLock()
         self._pruning = threading.Lock()
@@ -103,8 +95,9 @@ class Tiers:
         with self._lock:
             if self._rank == 0:
                 found = generation_of(primary, job.folder, manifest)
-                self._known[found.id] = found
-                self._base = found.id if held else self._base
+                self._ledger.learn(found)
+                if held:
+                    self._ledger.hold(found)
             self._follower.voted(job)
             self._idle.clear()
         self._wake.set()
@@ -113,15 +106,7 @@ class Tiers:
         """Why the primary tier must not let go of a generation yet."""
         if self.options.archive is None:
             return None  # then nothing is pruned while a save is being written
-        if generation.id == self._base:
-            return "the next save may build on it"
-        if generation.id in self._archived:
-            return None
-        with self._lock:
-            known = {**self._known, generation.id: generation}
-        if generation.id not in self._wanted(known):
-            return None  # the archive would drop it at once
-        return "the archive does not have it yet"
+        return self._ledger.pinned(generation)
 
     def prune_primary(self, primary: Store, rule: Retention, run: str) -> None:
         """Let the primary tier go of what its rule drops and the archive has or does not want."""
@@ -131,7 +116,7 @@ class Tiers:
                 rule,
                 run=run,
                 pinned=self.pinned,
-                elsewhere=lambda one: one.id in self._archived,
+                elsewhere=lambda one: self._ledger.is_archived(one.id),
                 over=lambda key: True,
             )
 
@@ -142,8 +127,7 @@ class Tiers:
         """
         if store.url != self._open_primary().url or self.pinned(generation) is None:
             return True
-        with self._lock:
-            self._given_up.add(folder)
+        self._ledger.give_up(folder)
         return False
 
     def finish(self, hurried: Callable[[], bool]) -> None:
@@ -200,8 +184,7 @@ class Tiers:
 
     def _learned(self, primary: Store, found: Generation) -> None:
         """A save of this rank is committed."""
-        with self._lock:
-            self._known.setdefault(found.id, found)
+        self._ledger.learn(found)
         self._wake.set()
         if self.cache is not None:
             self.cache.seal(primary, found)
@@ -243,7 +226,7 @@ class Tiers:
                     break
             else:
                 self._setbacks.went()
-        self._forget()
+        self._ledger.forget()
         if (held_back := self._setbacks.end()) is not None:
             self._complain(*held_back)
 
@@ -251,9 +234,7 @@ class Tiers:
         """Once: take up what earlier runs committed and did not promote."""
         if self._adopted:
             return
-        found = {one.id: one for one in Catalog(primary).committed()}
-        with self._lock:
-            self._known = {**found, **self._known}
+        self._ledger.adopt(Catalog(primary).committed())
         self._adopted = True
 
     def _tidy(self) -> None:
@@ -274,40 +255,26 @@ class Tiers:
                 self._report({"event": "taken", **facts})
             self._over(one, reason=str(error))
             return
-        if one.id not in self._sent:
+        if not self._ledger.is_sent(one.id):
             if promoter.has(one):
                 self._over(one)
                 return
-            if (lost := self._lost_base(one)) is not None:
+            if (lost := self._ledger.lost_base(one)) is not None:
                 self._over(one, reason=f"it builds on step {lost}, which is not archived")
                 return
-            promoter.send(one, lends=self._lends(one))
-            self._sent.add(one.id)
+            promoter.send(one, lends=self._ledger.lends(one))
+            self._ledger.sent(one)
         if self._rank != 0:
             self._over(one)
-        elif promoter.complete(one) and self._bases_archived(one):
+        elif promoter.complete(one) and self._ledger.has_bases(one):  # else in a later round
             promoter.commit(one)
             promoter.tidy(one.folder)
             self._over(one)
             logger.info("step %d is archived in %s", one.step, promoter.archive.url)
             self._prune(promoter, one.manifest.run)
 
-    def _lost_base(self, one: Generation) -> int | None:
-        """A step that a generation builds on and that the archive will never have."""
-        for base in list(self._known.values()):
-            gone = base.id in self._passed or "damaged" in base.tags
-            if gone and base.step in one.manifest.bases:
-                return base.step
-        return None
-
-    def _lends(self, one: Generation) -> bool:
-        """Whether others build on a generation."""
-        return any(one.step in other.manifest.bases for other in list(self._known.values()))
-
-    def _bases_archived(self, one: Generation) -> bool:
-        """Whether the archive has what a generation builds on; else it comes in a later round."""
-        there = {step for step, _ in self._archived}
-        return there.issuperset(one.manifest.bases)
+    def _builds_on(self, one: Generation) -> frozenset[tuple[int, str]]:
+        return frozenset() if self._promoter is None else self._promoter.builds_on(one)
 
     def _prune(self, promoter: Promoter, run: str) -> None:
         """Let both tiers go of what they may; a failure is a warning."""
@@ -317,7 +284,7 @@ class Tiers:
                 # What the primary tier has is perhaps on its way: other ranks send it, too.
                 coming = {one.id: one for one in self._waiting()}
                 over = lambda key: key not in coming  # noqa: E731
-                pinned = pin_for([*coming.values()], list(self._known.values()))
+                pinned = pin_for([*coming.values()], self._ledger.known())
                 prune(Catalog(archive), self._keep_archive, run=run, over=over, pinned=pinned)
             write_index(Catalog(archive))
 
@@ -339,52 +306,25 @@ class Tiers:
         if self._stopping.wait(self._bucket.delay(count)):
             raise _Stopped
 
-    # Who waits for what.
-
-    def _wanted(self, known: Mapping[tuple[int, str], Generation]) -> set[tuple[int, str]]:
-        """The ids that the archive's rule keeps, were they all there."""
-        if self._keep_archive is None:
-            return set(known)
-        return set(known) - unwanted(self._keep_archive, list(known.values()))
-
     def _waiting(self) -> list[Generation]:
-        """Committed and wanted in the archive, and not there: newest first, after its bases.
-
-        What is damaged is sent to nobody; what was set aside is, since it is kept as it is.
-        """
+        """What is to be promoted; of what the archive's rule drops at once it is said."""
         if self.options.archive is None:
             return []
-        known = dict(self._known)
-        wanted = self._wanted(known)
-        over = self._archived | self._passed
-        for key in known.keys() - wanted - over:
-            self._over(known[key], reason="the archive's rule does not keep it")
-        found = [known[key] for key in wanted - over if "damaged" not in known[key].tags]
-        return bases_first(sorted(found, key=newest_first))
+        for one in self._ledger.dropped():
+            self._over(one, reason="the archive's rule does not keep it")
+        return self._ledger.waiting()
 
     def _over(self, one: Generation, reason: str | None = None) -> None:
         """A generation is archived as far as this rank can tell, or never will be."""
         with self._lock:
-            (self._archived if reason is None else self._passed).add(one.id)
-            self._sent.discard(one.id)
+            given_up = self._ledger.over(one, archived=reason is None)
             self._setbacks.over(one.id)
-            # A summary stays, to judge others by.
-            self._known[one.id] = replace(one, manifest=replace(one.manifest, parts=()))
         self._report({"event": "archived", "attempt": one.manifest.attempt, "reason": reason})
-        if one.folder in self._given_up and reason is None:
-            self._given_up.discard(one.folder)
+        if given_up:
             try:
                 delete_unlent(Catalog(self._open_primary()), one)  # else it goes after those
             except (CkptError, OSError) as error:
                 logger.warning("%s was given up and stays: %s", one.url, error)
-
-    def _forget(self) -> None:
-        """Keep what is needed to judge by: in a long run that is not everything."""
-        with self._lock:
-            over = [key for key in sorted(self._known) if key in self._archived | self._passed]
-            for key in over[:-_REMEMBERED]:
-                self._known.pop(key, None)
-                self._passed.discard(key)
 
     def _complain(self, error: Exception, pause_s: float) -> None:
         where = self.options.archive or self.options.cache

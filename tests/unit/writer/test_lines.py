@@ -16,6 +16,7 @@ from tests.faults import FaultyStore
 from torch_ckpt.errors import SaveFailed, StorageError
 from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.generations.retention import KeepLast
+from torch_ckpt.manifest.commit import publish_manifest
 from torch_ckpt.manifest.layout import folder_name
 from torch_ckpt.manifest.schema import Manifest
 from torch_ckpt.storage.local import LocalStore
@@ -57,7 +58,7 @@ class Saves:
             root=self.store.url,
             folder=facts.pop("folder", folder_name(step)),
             step=step,
-            attempt=f"{step:08x}",
+            attempt=facts.pop("attempt", f"{step:08x}"),
             run="r" * 8,
             rank=0,
             world_size=1,
@@ -187,3 +188,23 @@ def test_the_archives_thread_prunes_nothing_that_a_save_under_way_builds_on(tmp_
         assert saves.save(4, meanwhile=prune, tags={"permanent": ""}).bases == ()
     finally:
         tiers.finish(lambda: True)
+
+
+def test_a_base_whose_step_was_saved_again_and_damaged_is_not_lost(tmp_path: Path) -> None:
+    root, said = LocalStore(str(tmp_path / "root")), queue.Queue[dict[str, Any]]()
+    Saves(tmp_path / "root").save(1)
+    other, beside = Saves(tmp_path / "root"), "step-0000000001-000000b1"
+    other.save(1, folder=beside, attempt="000000b1")
+    assert other.save(2).bases == (1,)
+    first = Catalog(root).find(folder="step-0000000001")
+    publish_manifest(root, first.folder, first.manifest.with_tags({"damaged": "by somebody"}))
+    options = TierOptions(world_size=1, archive=str(tmp_path / "archive"))
+    tiers = Tiers(options, rank=0, primary=lambda: root, report=said.put)
+    try:
+        heard = [said.get(timeout=60) for _ in range(2)]
+    finally:
+        tiers.finish(lambda: True)
+    assert {(one["attempt"], one["reason"]) for one in heard} == {
+        ("000000b1", None),
+        ("00000002", None),
+    }
