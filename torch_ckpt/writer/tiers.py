@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torch_ckpt.errors import ArchiveTaken, CkptError, ServerBusy
+from torch_ckpt.errors import ArchiveTaken, CkptError, GenerationNotFound, ServerBusy
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.index import write_index
 from torch_ckpt.generations.leaving import pin_for
@@ -245,6 +245,10 @@ class Tiers:
 
     def _take_on(self, promoter: Promoter, one: Generation) -> None:
         """One generation: this rank's share, and on rank 0 the commit once all are there."""
+        try:
+            one = Catalog(promoter.primary).whole(one)  # an index does not name its parts
+        except GenerationNotFound as error:
+            raise PromotionRefused(f"{error}", damage=False) from error
         try:
             promoter.claim(one.manifest.run)
         except ArchiveTaken as error:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,10 +12,14 @@ from tests import samples
 from tests.faults import FaultyStore
 from torch_ckpt.errors import StorageError
 from torch_ckpt.generations.catalog import Catalog, Generation
+from torch_ckpt.generations.index import FRESH, write_index
 from torch_ckpt.generations.verify import verify
 from torch_ckpt.storage.local import LocalStore
+from torch_ckpt.storage.store import open_store
 from torch_ckpt.writer.promote import Promoter, PromotionRefused
 from torch_ckpt.writer.setbacks import Setbacks
+from torch_ckpt.writer.tier_options import TierOptions
+from torch_ckpt.writer.tiers import Tiers
 
 
 @pytest.fixture
@@ -153,3 +159,19 @@ def test_a_commit_leaves_alone_what_other_ranks_send_into_the_same_folder(
     assert verify(archive, newer).ok
     names = {path.name for path in Path(archive.url, "last.ckpt").iterdir()}
     assert not any("0123a001" in name for name in names), names
+
+
+def test_what_an_index_spoke_for_in_a_remote_root_is_archived_too(tmp_path: Path) -> None:
+    root, said = open_store(f"memory://{tmp_path.name}"), queue.Queue[dict[str, Any]]()
+    made = [samples.commit(root, step) for step in range(1, FRESH + 2)]
+    write_index(Catalog(root))
+    listed = [one for one in Catalog(root).committed() if one.indexed is not None]
+    assert [one.step for one in listed] == [1]
+    options = TierOptions(world_size=1, archive=str(tmp_path / "archive"))
+    tiers = Tiers(options, rank=0, primary=lambda: root, report=said.put)
+    try:
+        assert {said.get(timeout=60)["reason"] for _ in made} == {None}
+    finally:
+        tiers.finish(lambda: True)
+    archived = Catalog(LocalStore(str(tmp_path / "archive"))).committed()
+    assert [one.step for one in archived] == list(range(FRESH + 1, 0, -1))
