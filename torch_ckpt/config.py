@@ -13,6 +13,7 @@ from typing import Any, Literal, TypedDict
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.retention import KeepEvery, KeepLast, Retention
 from torch_ckpt.manifest.index import MAX_CHAIN
+from torch_ckpt.storage.spelling import place_of
 from torch_ckpt.writer.rules import grouping, rules_of
 
 _READ_ONLY = ("http://", "https://")
@@ -213,7 +214,7 @@ def _check_tiers(config: Config) -> None:
     if config.cache is not None and "://" in config.cache:
         raise ConfigError(f"cache must be a folder on this node's own disk, got {config.cache!r}")
     places = [one for one in (config.root, config.archive, config.cache) if one is not None]
-    if len(set(map(_place, places))) < len(places):
+    if len(set(map(place_of, places))) < len(places):
         raise ConfigError("root, archive and cache must be three different places")
     limit = config.bandwidth_limit
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
@@ -224,14 +225,6 @@ def _check_tiers(config: Config) -> None:
         raise ConfigError(
             f"archive_timeout_s must be a number of seconds, got {config.archive_timeout_s!r}"
         )
-
-
-def _place(url: str) -> str:
-    """A path or URL as one that is spelt otherwise can be compared with."""
-    path = url.removeprefix("file://").removeprefix("local://")
-    if "://" in path:
-        return path.rstrip("/")
-    return os.path.realpath(os.path.expanduser(path))
 
 
 def _check_encoding(config: Config) -> None:

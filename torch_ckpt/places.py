@@ -12,6 +12,7 @@ from torch_ckpt.errors import ConfigError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.tiers import Tier
 from torch_ckpt.reach import Reach
+from torch_ckpt.storage.spelling import local_path, same_place
 from torch_ckpt.storage.store import Store, open_beside, open_store
 
 
@@ -44,6 +45,7 @@ class Places:
             ConfigError: it does not name a folder.
         """
         text = os.fspath(folder)
+        text = text if (path := local_path(text)) is None else path
         if "://" in text:
             root, _, name = text.rstrip("/").rpartition("/")
         elif os.sep in text:
@@ -52,6 +54,10 @@ class Places:
             root, name = self.store.url, text
         if name in ("", ".", ".."):
             raise ConfigError(f"folder must name a folder, got {folder!r}")
+        # From here on the run's root is told from others by its text. Links are not looked at:
+        # a file system that hangs must not hold up a save.
+        if "://" in root and same_place(root, self.store.url):
+            root = self.store.url
         return root, name
 
     def store_at(self, root: str) -> Store:

@@ -21,6 +21,7 @@ from torch_ckpt.errors import FormatError, IntegrityError
 from torch_ckpt.generations.catalog import Catalog
 from torch_ckpt.generations.choose import choose
 from torch_ckpt.generations.copy import Copied, copy_generation
+from torch_ckpt.storage.spelling import same_place
 from torch_ckpt.storage.store import Store, open_store
 
 _PARTS_AT_ONCE = 4
@@ -42,7 +43,7 @@ def prefetch(root: str, *, to: str | None, step: int | None, as_json: bool, wher
         raise click.UsageError("give --to PATH, the cache to fill", click.get_current_context())
     target = _cache(path)
     tiers = open_tiers(root, replace(where, cache=None))
-    if any(tier.store.url == target.url for tier in tiers.tiers):
+    if any(same_place(tier.store.url, target.url) for tier in tiers.tiers):
         raise NoSuchThing(f"{path} is ROOT or the archive itself; give the folder of a cache")
     refusal: Exception | None = None
     for found in _candidates(tiers, step):

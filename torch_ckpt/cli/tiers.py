@@ -17,6 +17,7 @@ from torch_ckpt.generations.choose import choose
 from torch_ckpt.generations.copy import lacks
 from torch_ckpt.generations.tiers import Held, Survey, Tier, TierName, survey
 from torch_ckpt.manifest.layout import step_of_folder
+from torch_ckpt.storage.spelling import place_of
 from torch_ckpt.storage.store import Store
 
 
@@ -166,8 +167,8 @@ def open_tiers(root: str, where: Where, *, same_is_fine: bool = False) -> Tiers:
     elif where.archive_options:
         raise NoSuchThing("--archive-option is for an archive; give --archive URL, too")
     if same_is_fine:
-        tiers = list({tier.store.url: tier for tier in reversed(tiers)}.values())[::-1]
-    if len({tier.store.url for tier in tiers}) != len(tiers):
+        tiers = list({place_of(tier.store.url): tier for tier in reversed(tiers)}.values())[::-1]
+    if len({place_of(tier.store.url) for tier in tiers}) != len(tiers):
         raise NoSuchThing("ROOT, --archive and --cache must be different places")
     return Tiers(place=place, tiers=tiers)
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch_ckpt.config import check_step
 from torch_ckpt.errors import ConfigError
 from torch_ckpt.manifest.layout import folder_name
+from torch_ckpt.storage.spelling import same_place
 
 _STEP = re.compile(r"step[-_=]?(\d+)(?!\d)")
 _NUMBER = re.compile(r"\d+")
-_LOCAL = re.compile(r"(?:file|local)://")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def parse_checkpoint_id(checkpoint_id: object, root: str) -> Wanted:
     parent, slash, name = text.rpartition("/")
     if name in ("", ".", "..") or not name.isprintable():
         raise ConfigError(f"checkpoint_id must name a folder, got {checkpoint_id!r}")
-    if slash and _canonical(parent or "/") != _canonical(root):
+    if slash and not same_place(parent or "/", root):
         raise ConfigError(
             f"checkpoint_id {text!r} is not a folder directly in the root {root!r}; "
             "give the step or the folder's name alone, or open that folder's parent as the root"
@@ -71,10 +71,3 @@ def to_write(wanted: Wanted) -> tuple[str, int]:
 def _step_in(name: str) -> int | None:
     found = _STEP.findall(name) or _NUMBER.findall(name)
     return check_step(int(found[-1])) if len(set(found)) == 1 and len(found[-1]) < 20 else None
-
-
-def _canonical(place: str) -> str:
-    local = _LOCAL.match(place)
-    if "://" in place and local is None:
-        return place.rstrip("/")
-    return os.path.realpath(os.path.expanduser(place[local.end() :] if local else place))

@@ -7,10 +7,11 @@ tensors.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
+
+from torch_ckpt.storage.spelling import kind_of, local_path
 
 Read: TypeAlias = Callable[[int, memoryview], int]
 """`read(offset, target)` fills `target` from `offset` of some source and returns the bytes read,
@@ -147,9 +148,7 @@ class Store(Protocol):
         ...
 
 
-_SCHEME = re.compile(r"(?P<name>[A-Za-z][\w+.-]*)(::.*)?://")
-
-_CLOUDS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+_CLOUDS = frozenset({"s3", "gs", "az"})
 """Where bytes go through obstore, if it is installed."""
 
 
@@ -171,11 +170,10 @@ def open_store(
     """
     # Imported here: the stores need the words above, and a local path must not pay for fsspec,
     # whose import takes longer than the rest of the writer's start.
-    scheme = _SCHEME.match(url := os.fspath(url))
-    if scheme is not None and scheme["name"] not in {"file", "local"}:
+    if (path := local_path(url := os.fspath(url))) is None:
         from torch_ckpt.storage.remote import open_fsspec
 
-        if scheme["name"].lower() in _CLOUDS and scheme[2] is None and _has_obstore():
+        if kind_of(url) in _CLOUDS and _has_obstore():
             from torch_ckpt.storage.objects import open_objects
 
             options = dict(storage_options or {})
@@ -185,11 +183,7 @@ def open_store(
     from torch_ckpt.storage.local import LocalStore
     from torch_ckpt.storage.lustre import striping_from
 
-    path = url[scheme.end() :] if scheme is not None else url
     return LocalStore(path, striping_from(url, storage_options))
-
-
-_SAME_CLOUD = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "local": "file"}
 
 
 def open_beside(
@@ -202,15 +196,7 @@ def open_beside(
     Raises:
         ConfigError: as `open_store`.
     """
-    return open_store(url, storage_options if _kind(os.fspath(url)) == _kind(root) else None)
-
-
-def _kind(url: str) -> str:
-    scheme = _SCHEME.match(url)
-    if scheme is None:
-        return "file"
-    name = scheme["name"].lower()
-    return _SAME_CLOUD.get(name, name) + (scheme[2] or "")
+    return open_store(url, storage_options if kind_of(os.fspath(url)) == kind_of(root) else None)
 
 
 def _has_obstore() -> bool:

@@ -18,6 +18,7 @@ import time
 from typing import Any, Literal
 
 from torch_ckpt.errors import RunBusy
+from torch_ckpt.storage.spelling import place_of
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +31,8 @@ _DYING_S = 3.0
 
 def address(root: str, rank: int) -> str:
     """The abstract socket of a run's writer on this node, however the root is spelt."""
-    if "://" not in root:
-        root = os.path.realpath(root)
-    key = hashlib.sha256(
-        f"{os.getuid()}\n{root}\n{rank}".encode(errors="surrogateescape")
-    ).hexdigest()[:24]
+    who = f"{os.getuid()}\n{place_of(root)}\n{rank}"
+    key = hashlib.sha256(who.encode(errors="surrogateescape")).hexdigest()[:24]
     return f"\0torch-ckpt-{key}"
 
 

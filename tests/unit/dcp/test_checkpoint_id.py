@@ -50,8 +50,9 @@ def test_a_relative_path_and_a_link_lead_to_the_root_too(
         assert parse_checkpoint_id(text, root) == Wanted("step-500", 500)
 
 
-def test_a_url_in_the_root_is_its_folder() -> None:
-    assert parse_checkpoint_id("s3://b/run/step-9", "s3://b/run/") == Wanted("step-9", 9)
+@pytest.mark.parametrize("url", ["s3://b/run/step-9", "s3a://b/run//step-9/"])
+def test_a_url_in_the_root_is_its_folder(url: str) -> None:
+    assert parse_checkpoint_id(url, "s3://b/run/") == Wanted("step-9", 9)
 
 
 @pytest.mark.parametrize(

@@ -315,6 +315,12 @@ def test_options_that_cannot_be_used_are_refused(
         Checkpointer("root", **here)
 
 
+@pytest.mark.parametrize("archive", ["s3a://bucket/run/", "S3://bucket//run", "s3://bucket/run"])
+def test_an_archive_that_is_the_root_in_other_words_is_refused(archive: str) -> None:
+    with pytest.raises(ConfigError, match="three different places"):
+        Checkpointer("s3://bucket/run", archive=archive)
+
+
 def test_a_root_over_http_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="cannot be written"):
         Checkpointer("http://127.0.0.1:9/run")
