@@ -27,6 +27,7 @@ from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import copy_part, lacks
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
+from torch_ckpt.generations.passage import Passage
 from torch_ckpt.generations.shards import Shards, missing_document, sizes_in
 from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.commit import (
@@ -36,7 +37,7 @@ from torch_ckpt.manifest.commit import (
     write_latest,
 )
 from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of, attempts_in, refusal_name
-from torch_ckpt.manifest.schema import Manifest, StoredFile
+from torch_ckpt.manifest.schema import BLOCK_BYTES, Manifest, StoredFile
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.leftovers import REFUSAL_LIMIT_BYTES, refusal
 from torch_ckpt.writer.recode import Recoder
@@ -206,11 +207,33 @@ class Promoter:
             self.archive.put(f"{generation.folder}/{name}", text)
 
     def _mend(self, generation: Generation, there: Mapping[str, int]) -> None:
-        """Take back what an earlier run of this rank noted, or ranks that are no more."""
+        """Take back what an earlier run noted and what is not so any more.
+
+        A note is of an attempt to save, and does not tell by which run it was left: its rank takes
+        it back, but perhaps only after rank 0 has given the generation up. So rank 0 looks itself.
+        """
         for name in [name for name in there if name.endswith(".failed")]:
             rank = _rank_in(name)
-            if rank == self._rank or (rank >= self._world_size and self._rank == 0):
+            gone = rank >= self._world_size
+            over = self._rank == 0 and (gone or self._is_sound(generation, rank))
+            if rank == self._rank or over:
                 self.archive.delete(f"{generation.folder}/{name}")
+
+    def _is_sound(self, generation: Generation, rank: int) -> bool:
+        """Whether the primary tier has a rank's share whole; reads all of it."""
+        folder = generation.folder
+        try:
+            for stored in generation.manifest.parts[rank :: self._world_size]:
+                part = read_part(self.primary, folder, stored)
+                for number, shard in enumerate(part.files):
+                    passage = Passage(self.primary, folder, part, number)
+                    piece = memoryview(bytearray(min(shard.bytes, BLOCK_BYTES)))
+                    for offset in range(0, shard.bytes, BLOCK_BYTES):
+                        self._pace(0)  # raises where this has to end
+                        passage.read(offset, piece[: shard.bytes - offset])
+        except (IntegrityError, FormatError, FileNotFoundError):
+            return False
+        return True
 
     def complete(self, generation: Generation) -> bool:
         """Whether the archive has all that the manifest names; one listing tells.
@@ -228,6 +251,8 @@ class Promoter:
         for name in refused:
             del there[name]
         if self._is_whole(generation, there):
+            for name in refused:  # none may lie beside a manifest of its attempt
+                self.archive.delete(f"{generation.folder}/{name}")
             return True
         if refused:
             rank = _rank_in(refused[0])

@@ -127,12 +127,17 @@ def test_a_share_that_will_not_come_ends_the_wait_for_it(
     assert verify(archive, one).ok
 
 
+def note_by(archive: FaultyStore, one: Generation, rank: int) -> None:
+    """What a rank of an earlier run left, or of this one."""
+    archive.make_folder(one.folder)
+    archive.put(f"{one.folder}/rank-{rank:05d}.{one.manifest.attempt}.failed", b"it is damaged")
+
+
 def test_what_ranks_of_a_larger_run_refused_does_not_hold_up_a_smaller_one(
     primary: LocalStore, archive: FaultyStore
 ) -> None:
     one = samples.commit(primary, 7, ranks=2)
-    archive.make_folder(one.folder)
-    archive.put(f"{one.folder}/rank-00001.{one.manifest.attempt}.failed", b"gone")
+    note_by(archive, one, 1)
     alone = promoter_of(primary, archive)
     alone.send(one)
     assert alone.complete(one)
@@ -140,6 +145,53 @@ def test_what_ranks_of_a_larger_run_refused_does_not_hold_up_a_smaller_one(
     assert [
         name for name in Path(archive.url, one.folder).iterdir() if ".failed" in name.name
     ] == []
+
+
+def test_what_a_rank_of_an_earlier_run_refused_does_not_end_the_wait_for_it(
+    primary: LocalStore, archive: FaultyStore
+) -> None:
+    one = samples.commit(primary, 7, ranks=2)
+    note_by(archive, one, 1)
+    first, second = (rank_of_two(primary, archive, rank) for rank in (0, 1))
+    first.send(one)  # the first to come, and the other rank's share is whole by now
+    assert not first.complete(one)
+    second.send(one)
+    assert first.complete(one)
+    first.commit(one)
+    assert verify(archive, one).ok
+    assert not [*Path(archive.url, one.folder).glob("*.failed")]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "shorter", "gone", "part"])
+def test_what_a_rank_refused_and_is_damaged_still_ends_the_wait_for_it(
+    primary: LocalStore, archive: FaultyStore, damage: str
+) -> None:
+    one = samples.commit(primary, 7, ranks=2)
+    kind = "json" if damage == "part" else "safetensors"
+    (file,) = Path(primary.url, one.folder).glob(f"rank-00001*.{kind}")
+    whole = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(whole[:-1] + (b"" if damage == "shorter" else bytes([whole[-1] ^ 1])))
+    note_by(archive, one, 1)
+    first = rank_of_two(primary, archive, 0)
+    first.send(one)
+    with pytest.raises(PromotionRefused, match="rank 1 does not send its share: it is damaged"):
+        first.complete(one)
+
+
+def test_a_note_of_a_share_that_came_all_the_same_goes_before_the_commit(
+    primary: LocalStore, archive: FaultyStore
+) -> None:
+    one = samples.commit(primary, 7, ranks=2)
+    first, second = (rank_of_two(primary, archive, rank) for rank in (0, 1))
+    second.send(one)
+    first.send(one)
+    note_by(archive, one, 1)
+    assert first.complete(one)
+    first.commit(one)
+    assert not [*Path(archive.url, one.folder).glob("*.failed")]
 
 
 def test_a_commit_leaves_alone_what_other_ranks_send_into_the_same_folder(
