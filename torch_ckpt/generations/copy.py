@@ -153,7 +153,7 @@ def copy_part(
             copied += Copied(files=1, bytes=shard.bytes)
         if progress is not None:
             progress(shard.bytes)
-    if there.get(stored.name) != stored.bytes:
+    if not _has_part(target, folder, stored, there):
         put_document(target, f"{folder}/{stored.name}", data)
         copied += Copied(files=1, bytes=stored.bytes)
     if progress is not None:
@@ -183,7 +183,7 @@ def complete_copy(source: Store, target: Store, generation: Generation) -> None:
     """
     folder, there = generation.folder, sizes_in(target, generation.folder)
     for stored in generation.manifest.parts:
-        if there.get(stored.name) != stored.bytes:
+        if not _has_part(target, folder, stored, there):
             data = read_part_bytes(source, folder, stored)
             put_document(target, f"{folder}/{stored.name}", data)
     publish_manifest(target, folder, generation.manifest)
@@ -270,6 +270,17 @@ def _send(
             target.delete(f"{folder}/{shard.name}")
             raise StorageError(f"what was sent did not arrive, and was removed: {fault}")
         logger.warning("sent once more: %s", fault)
+
+
+def _has_part(store: Store, folder: str, stored: StoredFile, there: Mapping[str, int]) -> bool:
+    """Whether a part is there, with its digest: one of the same size could never be committed."""
+    if there.get(stored.name) != stored.bytes:
+        return False
+    try:
+        read_part_bytes(store, folder, stored)
+    except (IntegrityError, FileNotFoundError):
+        return False
+    return True
 
 
 def _paced(read: Read, pace: Pace) -> Read:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +14,12 @@ from tests import samples
 from tests.faults import FaultyStore
 from torch_ckpt.errors import FormatError, GenerationNotFound, IntegrityError, StorageError
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.generations.copy import copy_generation, copy_part, lacks
+from torch_ckpt.generations.copy import (
+    complete_copy,
+    copy_generation,
+    copy_part,
+    lacks,
+)
 from torch_ckpt.generations.passage import Passage
 from torch_ckpt.generations.verify import verify
 from torch_ckpt.manifest.commit import publish_manifest, read_parts
@@ -77,6 +83,21 @@ def test_what_is_there_is_not_sent_again_wherever_the_copy_was_cut(
     assert len(uploads) == 3  # the one that failed
     assert lacks(target, one) is None
     assert copy_generation(source, target, one).files == 0
+
+
+@pytest.mark.parametrize("way", [copy_generation, complete_copy])
+def test_a_part_of_the_right_size_with_other_bytes_is_written_over(
+    source: LocalStore, target: FaultyStore, way: Callable[..., object]
+) -> None:
+    one = samples.commit(source, 7, ranks=2)
+    copy_generation(source, target, one)
+    folder = Path(target.url, one.folder)
+    flip(folder / one.manifest.parts[1].name, 10)
+    assert "SHA-256" in str(lacks(target, one))
+    (folder / "manifest.json").unlink()
+    way(source, target, one)
+    assert contents(target, one.folder) == contents(source, one.folder)
+    assert lacks(target, one) is None
 
 
 def test_parts_may_travel_side_by_side(source: LocalStore, target: FaultyStore) -> None:
