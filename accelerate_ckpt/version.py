@@ -71,6 +71,9 @@ def _changes(kind: Any, loaders: Any) -> list[str]:
     for name, calls in _SOURCES.items():
         source = _source(getattr(loaders, name, None))
         found += [f"{name} has no call of {call}" for call in calls if call not in source]
+    if "iteration=dataloader.iteration" not in _text(getattr(loaders, "skip_first_batches", None)):
+        # So before 1.15: what it gives would be in the order of epoch 0, in a resumed run only.
+        found.append("skip_first_batches does not keep the epoch")
     return found
 
 
@@ -81,7 +84,11 @@ def _names(function: Callable[..., Any] | None) -> list[str]:
 
 
 def _source(kind: Any) -> str:
+    return _text(getattr(kind, "__iter__", None))
+
+
+def _text(function: Any) -> str:
     try:
-        return inspect.getsource(kind.__iter__)
-    except (AttributeError, OSError, TypeError):
+        return inspect.getsource(function)
+    except (OSError, TypeError):
         return ""

@@ -13,13 +13,12 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, data_loader
 from accelerate.utils import ProjectConfiguration
 from torch import nn
 
-from accelerate_ckpt import CheckpointPlugin, CkptProjectConfiguration, attach
+from accelerate_ckpt import CheckpointPlugin, CkptProjectConfiguration, attach, version
 from accelerate_ckpt.stock import StockIncomplete
-from accelerate_ckpt.version import check_version
 from tests.accelerate.job import committed, number_of, reset, run
 from torch_ckpt import ConfigError, GenerationNotFound, NothingUsable, StateMismatch
 
@@ -301,13 +300,22 @@ def test_an_untested_accelerate_gets_a_warning_with_the_range_and_a_changed_one_
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(accelerate, "__version__", "9.0")
+    monkeypatch.setattr(version, "_warned", False)  # the one here may be untested itself
     with caplog.at_level(logging.WARNING):
-        check_version()
+        version.check_version()
     assert "Accelerate 9.0 is untested" in caplog.text
-    assert "1.15.0 and newer, before 1.16" in caplog.text
+    assert "{} and newer, before {}".format(*version.TESTED) in caplog.text
     monkeypatch.setattr(Accelerator, "save_state", lambda self, where: None)
     with pytest.raises(ConfigError, match=r"save_state\(output_dir\) has become \(where\)"):
-        check_version()
+        version.check_version()
+
+
+def test_an_accelerate_that_forgets_the_epoch_when_it_skips_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(data_loader, "skip_first_batches", lambda dataloader, num_batches=0: None)
+    with pytest.raises(ConfigError, match="skip_first_batches does not keep the epoch"):
+        version.check_version()
 
 
 def lonely(job: dict[str, Any]) -> None:
