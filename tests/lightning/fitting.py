@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
+from lightning.pytorch import callbacks
 
 from lightning_ckpt import CheckpointCallback
 from tests.lightning.job import Net, loader, trainer_for
@@ -29,6 +31,14 @@ def saving(folder: Path, **options: Any) -> Any:
     """A callback that keeps everything, every third step."""
     given: dict[str, Any] = {"every_n_steps": 3, "keep": None, **options}
     return CheckpointCallback(folder / "run", **given)
+
+
+def averaging(**options: Any) -> Any:
+    """The callback that averages weights, which Lightning has since 2.6."""
+    kind = getattr(callbacks, "EMAWeightAveraging", None)
+    if kind is None:
+        pytest.skip("this Lightning averages no weights")
+    return kind(**options)
 
 
 def generations(folder: Path) -> dict[int, Generation]:

@@ -10,18 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    EMAWeightAveraging,
-    ModelCheckpoint,
-    OnExceptionCheckpoint,
-)
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.tuner import Tuner
 
 from lightning_ckpt import CheckpointCallback, TwoBufferCheckpointIO
 from lightning_ckpt.reading import read_checkpoint
-from tests.lightning.fitting import fit, generations, saving
+from tests.lightning.fitting import averaging, fit, generations, saving
 from tests.lightning.job import Net, loader, trainer_for
 from torch_ckpt import (
     ConfigError,
@@ -64,9 +60,7 @@ def test_averaged_weights_that_are_swapped_in_for_validation_do_not_get_into_the
     tmp_path: Path,
 ) -> None:
     model = Witness()
-    fit(
-        tmp_path, saving(tmp_path), EMAWeightAveraging(decay=0.5), model=model, val_check_interval=3
-    )
+    fit(tmp_path, saving(tmp_path), averaging(decay=0.5), model=model, val_check_interval=3)
     found = generations(tmp_path)
     for step in (3, 6, 9):
         saved = read_checkpoint(found[step].url)["current_model_state"]

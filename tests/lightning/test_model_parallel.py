@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_ckpt import CheckpointCallback, read_checkpoint
 from lightning_ckpt.paths import as_text
 from tests.distributed.sharded_job import equal
+from tests.lightning.fitting import averaging
 from tests.lightning.job import committed, run_ranks
 from tests.running import check_codes
 from torch_ckpt import ConfigError
@@ -147,7 +147,7 @@ def test_a_strategy_that_cannot_be_served_is_refused_at_setup_by_name(
 
 
 def test_averaged_weights_are_refused_where_each_rank_has_a_part(tmp_path: Path) -> None:
-    facts = {"strategy": ModelParallelStrategy(), "callbacks": [EMAWeightAveraging()]}
+    facts = {"strategy": ModelParallelStrategy(), "callbacks": [averaging()]}
     trainer = type("Trainer", (), facts)()
     with pytest.raises(ConfigError, match="EMAWeightAveraging does not support sharded models"):
         CheckpointCallback(tmp_path / "run").setup(trainer, None, "fit")
