@@ -16,8 +16,9 @@ from torch_ckpt.manifest.attempts import Attempts
 from torch_ckpt.manifest.blocks import Piece, cut, place, safetensors_header
 from torch_ckpt.manifest.commit import publish_manifest, publish_part, write_latest
 from torch_ckpt.manifest.digest import sha256_hex, xxh3_hex
+from torch_ckpt.manifest.entries import Block, Chunk, TensorEntry
 from torch_ckpt.manifest.layout import folder_name, shard_name
-from torch_ckpt.manifest.schema import Block, Chunk, Manifest, Part, StoredFile, TensorEntry
+from torch_ckpt.manifest.schema import Manifest, Part, StoredFile
 from torch_ckpt.storage.store import Store
 
 Arrays = Mapping[str, np.ndarray]

@@ -24,12 +24,13 @@ from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.header import check_header, is_raw
 from torch_ckpt.generations.read import BlockReader
 from torch_ckpt.generations.shards import Shards
-from torch_ckpt.manifest.commit import read_parts
-from torch_ckpt.manifest.schema import Part, TensorEntry
+from torch_ckpt.manifest.commit import read_whole
+from torch_ckpt.manifest.schema import Part
+from torch_ckpt.manifest.tables import BlockTable
 from torch_ckpt.sharding.agree import Ranks
 from torch_ckpt.sharding.broadcast import AT_ONCE, PeerFailed, everyone_needs, pass_on, split
 from torch_ckpt.sharding.documents import parts_together
-from torch_ckpt.sharding.reshard import Delivery, deliver, deliveries
+from torch_ckpt.sharding.reshard import Delivery, deliver, deliveries, overlapping
 from torch_ckpt.sharding.window import Forget
 from torch_ckpt.staging.bind import Binding
 from torch_ckpt.staging.documents import Stored
@@ -73,9 +74,11 @@ class Opened:
         """Whether it lies in files of this host, which are read without waiting."""
         folder, manifest = generation.folder, generation.manifest
         if ranks is None:
-            self.parts: list[Part] = read_parts(store, folder, manifest)
+            whole = read_whole(store, folder, manifest)
         else:
-            self.parts = parts_together(store, folder, manifest, ranks)
+            whole = parts_together(store, folder, manifest, ranks)
+        self.parts: list[Part] = whole.parts
+        self.tensors = whole.tensors
         self.readers = [BlockReader(store, folder, part) for part in self.parts]
         self.here: frozenset[int] | None = None
         """The parts whose shards are here; None where all of them have to be."""
@@ -92,10 +95,6 @@ class Opened:
             self._check_heads(store, range(first, len(self.parts), step))
         self.tree = self.parts[0].tree
         self._aliases = {k: v for part in self.parts for k, v in part.aliases.items()}
-        self.index: dict[str, list[tuple[int, TensorEntry]]] = {}
-        for number, part in enumerate(self.parts):
-            for entry in part.tensors:
-                self.index.setdefault(entry.name, []).append((number, entry))
 
     def _check_heads(self, store: Store, parts: Sequence[int]) -> None:
         """Compare the headers of plain shards with what the parts say of them."""
@@ -123,13 +122,12 @@ class Opened:
             FormatError: the tree names a tensor that no part holds.
         """
         primary = self._aliases.get(name, name)
-        entries = self.index.get(primary)
-        if entries is None:
+        found = self.tensors.get(primary)
+        if found is None:
             raise FormatError(
                 file=self.generation.url, reason=f"its tree names {name!r}, which no part holds"
             )
-        first = entries[0][1]
-        return Stored(primary, first.dtype, first.shape)
+        return Stored(primary, found.dtype, found.shape)
 
 
 def fit(
@@ -287,14 +285,14 @@ class Reads:
 
     def _want(self, name: str, tensor: torch.Tensor, box: Box) -> None:
         """Register what a live tensor, a box of the whole one, needs."""
-        for number, entry in self._opened.index[name]:
-            reader = self._opened.readers[number]
-            for chunk in entry.chunks:
-                delivery = deliveries(chunk, tensor, box)
-                if delivery is not None:
-                    length = delivery.end - delivery.start
-                    for block in reader.blocks_for(delivery.start, length):
-                        self.wanted.setdefault(self._first[number] + block, []).append(delivery)
+        for number, chunk in overlapping(self._opened.tensors[name], box):
+            delivery = deliveries(chunk, tensor, box)
+            if delivery is not None:
+                blocks = self._opened.readers[number].blocks_for(
+                    delivery.start, delivery.end - delivery.start
+                )
+                for block in blocks:
+                    self.wanted.setdefault(self._first[number] + block, []).append(delivery)
 
     def _alone(self, pool: Executor, blocks: Iterable[int]) -> None:
         """Read blocks for this rank only."""
@@ -305,7 +303,8 @@ class Reads:
         """Read with all ranks, each block once; all of them call it."""
         mine = np.zeros(self._first[-1], dtype=bool)
         mine[list(self.wanted)] = True
-        sizes = np.array([b.raw_bytes for part in self._opened.parts for b in part.blocks])
+        tables = [BlockTable.of(part.blocks) for part in self._opened.parts]
+        sizes = np.concatenate([np.asarray(table.raw_bytes) for table in tables])
         needs = everyone_needs(mine, ranks)
         # Ranks on one host share its cores.
         of_files = [min(_THREADS_OF_FILES, cores) for cores in ranks.cores()]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.distributed import reading_job as job
 from tests.distributed.ranks import run_ranks
-from torch_ckpt.manifest.schema import BLOCK_BYTES
+from torch_ckpt.manifest.entries import BLOCK_BYTES
 
 HEADER_BYTES = 1 << 16
 """Headers of shards are compared too, on every rank."""

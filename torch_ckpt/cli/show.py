@@ -27,7 +27,8 @@ from torch_ckpt.cli.tiers import open_tiers
 from torch_ckpt.cli.tree import Node, nodes
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.manifest.commit import read_parts
-from torch_ckpt.manifest.schema import Part, TensorEntry
+from torch_ckpt.manifest.entries import TensorEntry
+from torch_ckpt.manifest.schema import Part
 
 
 @click.command()

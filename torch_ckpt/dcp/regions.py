@@ -17,7 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from torch_ckpt.generations.read import BlockReader
-from torch_ckpt.manifest.schema import BLOCK_BYTES, Chunk
+from torch_ckpt.manifest.entries import BLOCK_BYTES, Chunk
 from torch_ckpt.staging.snapshot import copy_exactly
 
 _THREADS = min(8, 2 * (os.cpu_count() or 1))

@@ -24,7 +24,7 @@ from torch_ckpt.errors import FormatError
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.read import BlockReader
 from torch_ckpt.manifest.commit import read_parts
-from torch_ckpt.manifest.schema import Chunk, TensorEntry
+from torch_ckpt.manifest.entries import Chunk, TensorEntry
 from torch_ckpt.staging.bind import names_in, per_rank_in
 from torch_ckpt.staging.objects import Json
 from torch_ckpt.storage.store import Store

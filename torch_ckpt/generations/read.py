@@ -13,7 +13,8 @@ from torch_ckpt.codecs.codec import CodecError
 from torch_ckpt.codecs.names import codec_named
 from torch_ckpt.errors import IntegrityError
 from torch_ckpt.manifest.digest import sha256_hex, xxh3_hex
-from torch_ckpt.manifest.schema import Block, Part
+from torch_ckpt.manifest.entries import Block
+from torch_ckpt.manifest.schema import Part
 from torch_ckpt.storage.store import Store
 
 
@@ -22,11 +23,14 @@ class BlockReader:
 
     def __init__(self, store: Store, folder: str, part: Part) -> None:
         self.part = part
-        self.starts = part.block_starts()
-        """First raw byte of every block, and the end of the last one."""
         self._store, self._folder = store, folder
         self._names = [f"{folder}/{one.name}" for one in part.files]
         self._names += [f"{one.folder}/{one.name}" for one in part.borrowed]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """First raw byte of every block, and the end of the last one."""
+        return self.part.block_starts()
 
     def read(self, index: int, scratch: memoryview) -> memoryview:
         """The raw bytes of a block, in `scratch` or in memory of their own.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_ckpt.manifest.dtypes import DTYPES
-from torch_ckpt.manifest.schema import BLOCK_BYTES
+from torch_ckpt.manifest.entries import BLOCK_BYTES
 
 PAGE_BYTES = 4096
 """Shard images keep their data at multiples of this, as direct I/O wants."""

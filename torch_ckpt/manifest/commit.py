@@ -6,8 +6,6 @@ and the schema. Knows nothing of tensors in memory, of other generations or of r
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,9 +15,9 @@ from torch_ckpt.errors import FormatError, IntegrityError, StorageError
 from torch_ckpt.manifest.digest import Bytes, sha256_hex
 from torch_ckpt.manifest.layout import LATEST, MANIFEST, part_name
 from torch_ckpt.manifest.parse import parse_manifest, parse_part
-from torch_ckpt.manifest.schema import Chunk, Manifest, Part, StoredFile, Vote
-from torch_ckpt.manifest.tiling import tiles
+from torch_ckpt.manifest.schema import Manifest, Part, StoredFile, Vote
 from torch_ckpt.manifest.vote import vote_in
+from torch_ckpt.manifest.whole import Whole, check_own, check_parts
 from torch_ckpt.storage.store import Store
 
 _Document = TypeVar("_Document")
@@ -45,7 +43,7 @@ def publish_part(store: Store, folder: str, part: Part) -> StoredFile:
     data = part.dump()
     _check_size(store, folder, name, data, PART_LIMIT_BYTES)
     # Now, rather than when it is needed: the coordinator looks at no tensor of other ranks.
-    _check_own(parse_part(data, file=_url(store, folder, name)), _url(store, folder, name))
+    check_own(parse_part(data, file=_url(store, folder, name)), _url(store, folder, name))
     put_document(store, f"{folder}/{name}", data)
     return StoredFile(name=name, bytes=len(data), sha256=sha256_hex(data))
 
@@ -137,12 +135,6 @@ def read_part(store: Store, folder: str, stored: StoredFile) -> Part:
     return parse_part(data, file=_url(store, folder, stored.name))
 
 
-def part_from(data: Bytes, store: Store, folder: str, stored: StoredFile) -> Part:
-    """As `read_part`, of bytes that came another way than from storage."""
-    url = _url(store, folder, stored.name)
-    return parse_part(_check(data, stored, url), file=url)
-
-
 def read_part_bytes(store: Store, folder: str, stored: StoredFile) -> bytes:
     """The bytes of the part that a manifest names, after their length and digest were checked.
 
@@ -181,17 +173,26 @@ def _insist(store: Store, read: Callable[[], _Document]) -> _Document:
 
 def read_parts(store: Store, folder: str, manifest: Manifest) -> list[Part]:
     """All parts of a generation in rank order, checked against the manifest and each other."""
-    parts = [
-        parse_part(data, file=_url(store, folder, stored.name))
-        for stored, data in zip(
-            manifest.parts, parts_bytes(store, folder, manifest.parts), strict=True
-        )
-    ]
-    return in_order(store, folder, manifest, parts)
+    return read_whole(store, folder, manifest).parts
 
 
-def parts_bytes(store: Store, folder: str, parts: Sequence[StoredFile]) -> Iterator[bytes]:
-    """As `read_part_bytes`, of several parts, a few at a time where storage lets one wait."""
+def read_whole(store: Store, folder: str, manifest: Manifest) -> Whole:
+    """The same with where everything lies in them."""
+    return whole_of(store, folder, manifest, list(parts_of(store, folder, manifest.parts)))
+
+
+def parts_of(store: Store, folder: str, parts: Sequence[StoredFile]) -> Iterator[Part]:
+    """As `read_part`, of several parts, a few at a time where storage lets one wait."""
+    for stored, data in zip(parts, _parts_bytes(store, folder, parts), strict=True):
+        yield parse_part(data, file=_url(store, folder, stored.name))
+
+
+def whole_of(store: Store, folder: str, manifest: Manifest, parts: Sequence[Part]) -> Whole:
+    """As `read_whole`, of parts that came another way than from storage."""
+    return check_parts(manifest, parts, _url(store, folder, MANIFEST))
+
+
+def _parts_bytes(store: Store, folder: str, parts: Sequence[StoredFile]) -> Iterator[bytes]:
     if store.capabilities.files or len(parts) < 2:
         yield from (read_part_bytes(store, folder, stored) for stored in parts)
         return
@@ -200,92 +201,6 @@ def parts_bytes(store: Store, folder: str, parts: Sequence[StoredFile]) -> Itera
             yield from pool.map(partial(read_part_bytes, store, folder), parts)
         finally:
             pool.shutdown(cancel_futures=True)
-
-
-def in_order(store: Store, folder: str, manifest: Manifest, parts: Sequence[Part]) -> list[Part]:
-    """Parts in rank order, checked against the manifest and each other."""
-    check_parts(manifest, parts, _url(store, folder, MANIFEST))
-    return sorted(parts, key=lambda part: part.rank)
-
-
-def check_parts(manifest: Manifest, parts: Sequence[Part], file: str) -> None:
-    """Check that these are the manifest's parts: one of each rank, and every tensor whole.
-
-    Raises:
-        FormatError: they are not; `file` is the manifest, for the message.
-    """
-    for part in parts:
-        for fact in ("step", "attempt", "run", "world_size"):
-            there, here = getattr(part, fact), getattr(manifest, fact)
-            if there != here:
-                reason = f"its {fact} is {here!r}, that of the part of rank {part.rank} {there!r}"
-                raise FormatError(file=file, reason=reason)
-        for one in part.borrowed:
-            if one.step not in manifest.bases:  # nothing would keep that generation
-                reason = f"rank {part.rank} borrows from step {one.step}, which is not in bases"
-                raise FormatError(file=file, reason=reason)
-            if one.attempt == part.attempt:
-                reason = f"rank {part.rank} borrows from this very generation"
-                raise FormatError(file=file, reason=reason)
-    ranks = sorted(part.rank for part in parts)
-    if ranks != list(range(manifest.world_size)):
-        reason = f"has parts of ranks {ranks[:16]} for a world size of {manifest.world_size}"
-        raise FormatError(file=file, reason=reason)
-    shards = Counter(shard.name for part in parts for shard in part.files)
-    shared = [name for name, count in shards.items() if count > 1]
-    if shared:
-        raise FormatError(file=file, reason=f"{shared[0]} belongs to several parts")
-    total = sum(shard.bytes for part in parts for shard in part.files)
-    if total != manifest.bytes:
-        reason = f"says its shards have {manifest.bytes} bytes, its parts say {total}"
-        raise FormatError(file=file, reason=reason)
-    _check_tensors(parts, file)
-
-
-def _check_own(part: Part, file: str) -> None:
-    """Check what one part alone can get wrong about tensors that other parts hold as well."""
-    for tensor in part.tensors:
-        stored = sum(math.prod(chunk.shape) for chunk in tensor.chunks)
-        whole = math.prod(tensor.shape)
-        if stored > whole or (part.world_size == 1 and stored < whole):
-            reason = f"tensor {tensor.name!r} has {whole} elements, its chunks {stored}"
-            raise FormatError(file=file, reason=reason)
-        if stored == whole:
-            _check_tiled(tensor.name, tensor.shape, tensor.chunks, file)
-
-
-def _check_tensors(parts: Sequence[Part], file: str) -> None:
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
-    for part in parts:
-        for tensor in part.tensors:
-            kind = (tensor.dtype, tensor.shape)
-            if kinds.setdefault(tensor.name, kind) != kind:
-                reason = f"tensor {tensor.name!r} has another dtype or shape on rank {part.rank}"
-                raise FormatError(file=file, reason=reason)
-            chunks[tensor.name] += tensor.chunks
-    for name, (_, shape) in kinds.items():
-        stored, whole = sum(math.prod(chunk.shape) for chunk in chunks[name]), math.prod(shape)
-        if stored != whole:
-            reason = (
-                f"tensor {name!r} has {whole} elements, its chunks {stored}: "
-                "it is not stored whole, or more than once"
-            )
-            raise FormatError(file=file, reason=reason)
-        _check_tiled(name, shape, chunks[name], file)
-    for part in parts:
-        for alias, target in part.aliases.items():
-            if target not in kinds or alias in kinds:
-                reason = f"alias {alias!r} leads to {target!r}, which is no tensor"
-                raise FormatError(file=file, reason=reason)
-
-
-def _check_tiled(name: str, shape: Sequence[int], chunks: Sequence[Chunk], file: str) -> None:
-    """Check that chunks with as many elements as the tensor hold each of them."""
-    # One chunk as large as the tensor is the tensor: parsing saw that it lies inside.
-    if len(chunks) > 1 and not tiles(shape, [(chunk.offsets, chunk.shape) for chunk in chunks]):
-        reason = f"tensor {name!r} has chunks that overlap, and elements that no chunk holds"
-        raise FormatError(file=file, reason=reason)
 
 
 def update_tags(

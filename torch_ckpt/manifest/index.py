@@ -1,4 +1,4 @@
-"""The long lists of a part, blocks and tensors, checked in one pass each: 100,000 a second.
+"""The long lists of a part, blocks and tensors, checked: as columns, or one by one if one is wrong.
 
 Every block lies in its file and touches no other; the chunks of the tensors tile the raw space
 exactly. Knows the schema. Knows nothing of stores or of the other fields of a part.
@@ -10,31 +10,35 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
-from operator import add, attrgetter, gt, itemgetter
+from operator import add, attrgetter, gt
 from typing import Any, NoReturn
 
 from torch_ckpt.codecs.names import NAMES, NEED_BASE
 from torch_ckpt.errors import FormatError
+from torch_ckpt.manifest.columns import (
+    MAX_DIMENSIONS,
+    MAX_LENGTH,
+    block_fields,
+    block_table,
+    chunk_fields,
+    tensor_fields,
+    tensor_table,
+)
 from torch_ckpt.manifest.dtypes import DTYPES
-from torch_ckpt.manifest.schema import BLOCK_BYTES, Block, Chunk, TensorEntry, Vote
+from torch_ckpt.manifest.entries import BLOCK_BYTES, Block, Chunk, TensorEntry
+from torch_ckpt.manifest.schema import Vote
+from torch_ckpt.manifest.tables import BlockTable, TensorTable
 
 CODECS = {"raw": False, **{name: name in NEED_BASE for name in NAMES}}
 """The codecs that this version decodes, and whether each needs a base."""
 
 WIDEST_BYTES = max(kind.itemsize for kind in DTYPES.values())
 
-MAX_DIMENSIONS = 64
-"""What torch can hold."""
-
 MAX_CHAIN = 256
 """Bases behind one another; whoever reads a block decodes them all."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}").fullmatch
 _XXH3 = re.compile(r"[0-9a-f]{16}").fullmatch
-_block_fields = itemgetter("file", "offset", "bytes", "raw_bytes", "sha256", "xxh3", "codec")
-_tensor_fields = itemgetter("name", "dtype", "shape", "chunks")
-_chunk_fields = itemgetter("offsets", "shape", "start")
 
 
 class _Wrong(Exception):
@@ -43,14 +47,22 @@ class _Wrong(Exception):
 
 def parse_blocks(
     docs: list[Any], vote: Vote, bases: Sequence[Block] | None, *, file: str
-) -> tuple[Block, ...]:
+) -> BlockTable:
     """The blocks of a part that begins with `vote`; `bases` is None in the format without them.
 
     Raises:
         FormatError: a block is malformed, outside its file, or overlaps another one.
     """
     sizes = _sizes(vote)
-    blocks = []
+    table = block_table(docs, sizes, bases, CODECS)
+    return BlockTable.of(blocks_one_by_one(docs, sizes, bases, file)) if table is None else table
+
+
+def blocks_one_by_one(
+    docs: list[Any], sizes: Sequence[int], bases: Sequence[Block] | None, file: str
+) -> list[Block]:
+    """The same for files of these sizes, slowly, to the first one that is wrong."""
+    blocks: list[Block] = []
     for index, doc in enumerate(docs):
         try:
             blocks.append(_block(doc, sizes, bases))
@@ -62,7 +74,7 @@ def parse_blocks(
         if block.offset < ends[block.file] and (bases is None or block != last):
             _refuse(file, f"the block at byte {block.offset}", _Wrong("overlaps another block"))
         ends[block.file], last = block.offset + block.bytes, block
-    return tuple(blocks)
+    return blocks
 
 
 def parse_bases(docs: list[Any], vote: Vote, *, file: str) -> tuple[Block, ...]:
@@ -92,13 +104,19 @@ def _sizes(vote: Vote) -> list[int]:
     return [one.bytes for one in (*vote.files, *vote.borrowed)]
 
 
-def parse_tensors(docs: list[Any], raw_bytes: int, *, file: str) -> tuple[TensorEntry, ...]:
+def parse_tensors(docs: list[Any], raw_bytes: int, *, file: str) -> TensorTable:
     """The tensors of a part whose raw space has `raw_bytes` bytes.
 
     Raises:
         FormatError: an entry is malformed, or the chunks do not tile the raw space.
     """
-    tensors = []
+    table = tensor_table(docs, raw_bytes)
+    return TensorTable.of(tensors_one_by_one(docs, raw_bytes, file)) if table is None else table
+
+
+def tensors_one_by_one(docs: list[Any], raw_bytes: int, file: str) -> list[TensorEntry]:
+    """The same slowly, to the first one that is wrong."""
+    tensors: list[TensorEntry] = []
     names = set()
     spans: list[tuple[int, int]] = []
     for index, doc in enumerate(docs):
@@ -119,20 +137,19 @@ def parse_tensors(docs: list[Any], raw_bytes: int, *, file: str) -> tuple[Tensor
         end += length
     if end != raw_bytes:
         _refuse(file, "the raw space", _Wrong(f"chunks fill {end} bytes, blocks {raw_bytes}"))
-    return tuple(tensors)
+    return tensors
 
 
-def check_cuts(blocks: Sequence[Block], tensors: Sequence[TensorEntry], *, file: str) -> None:
+def check_cuts(blocks: BlockTable, tensors: TensorTable, *, file: str) -> None:
     """Check that blocks end between elements, so that each one can be read without its neighbour.
 
     Raises:
         FormatError: a block cuts an element in two.
     """
-    edges = accumulate(block.raw_bytes for block in blocks)
-    odd = [edge for edge in edges if edge % WIDEST_BYTES]
+    odd = [edge for edge in blocks.starts() if edge % WIDEST_BYTES]
     if not odd:
         return
-    chunks = sorted((c.start, t.itemsize) for t in tensors for c in t.chunks if 0 not in c.shape)
+    chunks = tensors.runs()
     for edge in odd:
         start, itemsize = chunks[bisect_left(chunks, (edge,)) - 1]
         if (edge - start) % itemsize:
@@ -144,8 +161,8 @@ def _refuse(file: str, what: str, error: Exception) -> NoReturn:
     raise FormatError(file=file, reason=f"{what}: {reason[:200]}") from error
 
 
-def _block(doc: dict[str, Any], sizes: list[int], bases: Sequence[Block] | None) -> Block:
-    index, offset, stored, raw, sha256, xxh3, codec = _block_fields(doc)
+def _block(doc: dict[str, Any], sizes: Sequence[int], bases: Sequence[Block] | None) -> Block:
+    index, offset, stored, raw, sha256, xxh3, codec = block_fields(doc)
     if len(doc) != (7 if bases is None else 8):
         raise _Wrong("has fields that this version does not know")
     if not type(index) is type(offset) is type(stored) is type(raw) is int:
@@ -193,7 +210,7 @@ def _base(doc: dict[str, Any], raw: int, codec: str, bases: Sequence[Block] | No
 
 def _tensor(doc: dict[str, Any], spans: list[tuple[int, int]]) -> TensorEntry:
     """The tensor in `doc`; the bytes its chunks take are appended to `spans`."""
-    name, dtype, shape, chunks = _tensor_fields(doc)
+    name, dtype, shape, chunks = tensor_fields(doc)
     if len(doc) != 4:
         raise _Wrong("has fields that this version does not know")
     if type(name) is not str or type(shape) is not list or type(chunks) is not list:
@@ -204,7 +221,7 @@ def _tensor(doc: dict[str, Any], spans: list[tuple[int, int]]) -> TensorEntry:
     if len(shape) > MAX_DIMENSIONS:
         raise _Wrong(f"{len(shape)} dimensions are more than {MAX_DIMENSIONS}")
     _check_dimensions(shape)
-    if math.prod(shape) * itemsize >= 1 << 62:
+    if math.prod(shape) * itemsize >= MAX_LENGTH:
         raise _Wrong(f"shape {shape} is absurd")
     return TensorEntry(
         name=name,
@@ -217,7 +234,7 @@ def _tensor(doc: dict[str, Any], spans: list[tuple[int, int]]) -> TensorEntry:
 def _chunk(
     doc: dict[str, Any], whole: list[int], itemsize: int, spans: list[tuple[int, int]]
 ) -> Chunk:
-    offsets, shape, start = _chunk_fields(doc)
+    offsets, shape, start = chunk_fields(doc)
     if len(doc) != 3:
         raise _Wrong("a chunk has fields that this version does not know")
     if type(offsets) is not list or type(shape) is not list or type(start) is not int:
@@ -227,6 +244,8 @@ def _chunk(
         raise _Wrong(f"a chunk of {shape} at {offsets} is not of the {len(whole)} dimensions")
     if any(map(gt, map(add, offsets, shape), whole)):
         raise _Wrong(f"a chunk of {shape} at {offsets} is outside of {whole}")
+    if start >= MAX_LENGTH:
+        raise _Wrong(f"a chunk starts at byte {start}, which is absurd")
     if start < 0 or start % itemsize:
         raise _Wrong(f"a chunk starts at byte {start}, no multiple of its {itemsize}-byte items")
     length = math.prod(shape) * itemsize
@@ -236,8 +255,7 @@ def _chunk(
 
 
 def _check_dimensions(lengths: list[Any]) -> None:
-    # A set, min and max, because this is the hot line: loops in Python take twice as long.
     if lengths and (
-        set(map(type, lengths)) != {int} or min(lengths) < 0 or max(lengths) >= 1 << 62
+        set(map(type, lengths)) != {int} or min(lengths) < 0 or max(lengths) >= MAX_LENGTH
     ):
         raise _Wrong("shapes and offsets must be whole numbers from 0 up")

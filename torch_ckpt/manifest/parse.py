@@ -161,11 +161,10 @@ def _parse_part(data: Bytes, file: str) -> Part:
     if doc["format"] == ENCODED_FORMAT:
         bases = parse_bases(array(doc, "bases", file), vote, file=file)
     blocks = parse_blocks(array(doc, "blocks", file), vote, bases, file=file)
-    raw_bytes = sum(block.raw_bytes for block in blocks)
-    tensors = parse_tensors(array(doc, "tensors", file), raw_bytes, file=file)
+    tensors = parse_tensors(array(doc, "tensors", file), sum(blocks.raw_bytes), file=file)
     check_cuts(blocks, tensors, file=file)
     aliases = texts(doc, "aliases", file)
-    names = {tensor.name for tensor in tensors}
+    names = set(tensors.heads.names) if aliases else ()
     for alias, target in aliases.items():
         if alias in names or target in aliases:
             refuse(file, f"alias {alias!r} is a tensor itself or leads to another alias")

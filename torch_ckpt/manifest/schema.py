@@ -6,20 +6,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from torch_ckpt.manifest.digest import canonical_json, ordered_json, sha256_hex
-from torch_ckpt.manifest.dtypes import DTYPES
+from torch_ckpt.manifest.entries import Block, TensorEntry
+from torch_ckpt.manifest.tables import BlockTable
 
 FORMAT = "torch-ckpt/1"
 ENCODED_FORMAT = "torch-ckpt/2"
 """Of a part whose blocks are encoded or lie in other generations; it has more fields."""
-
-BLOCK_BYTES = 8 << 20
-"""No block holds more raw bytes than this."""
 
 Json = Any
 """A value that JSON can hold."""
@@ -47,57 +44,6 @@ class Borrowed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Block:
-    """A run of stored bytes that is hashed, encoded and read as one."""
-
-    file: int
-    """Index into the part's files, and behind these into its borrowed ones."""
-    offset: int
-    """First byte in that file."""
-    bytes: int
-    """Stored bytes."""
-    raw_bytes: int
-    """Bytes after decoding."""
-    sha256: str
-    """Of the stored bytes."""
-    xxh3: str
-    """Of the decoded bytes."""
-    codec: str = "raw"
-    base: int | None = None
-    """Index into the part's bases, where the codec needs one."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """A rectangular piece of a tensor that one rank wrote, row-major, in its raw space."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: int
-    """First byte in the part's raw space: all its blocks, decoded, back to back."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorEntry:
-    """A tensor and the chunks of it that this part holds."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Global shape."""
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes an element."""
-        return DTYPES[self.dtype].itemsize
-
-    def chunk_bytes(self, chunk: Chunk) -> int:
-        """Raw bytes of one of its chunks."""
-        return math.prod(chunk.shape) * self.itemsize
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Vote:
     """The first fields of a part: whose it is, of which save, and how much it stores."""
 
@@ -121,8 +67,9 @@ class Part:
     rank: int
     world_size: int
     files: tuple[StoredFile, ...]
-    blocks: tuple[Block, ...]
-    tensors: tuple[TensorEntry, ...]
+    blocks: Sequence[Block]
+    """These two lists are long: of a part that was read they are tables."""
+    tensors: Sequence[TensorEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Further names of tensors that are stored once, such as tied weights."""
     tree: Json = None
@@ -130,7 +77,7 @@ class Part:
     per_rank: Mapping[str, Json] = field(default_factory=dict)
     """Typed JSON of values that belong to this rank alone, by key path."""
     borrowed: tuple[Borrowed, ...] = ()
-    bases: tuple[Block, ...] = ()
+    bases: Sequence[Block] = ()
     """Blocks outside the raw space that others are decoded against; the base of one of them
     comes before it."""
     lossy: tuple[str, ...] = ()
@@ -141,7 +88,7 @@ class Part:
         """Whether it has blocks that only the encoded format knows."""
         # Where no block of an encoded shard paid, two may still lie in one place.
         laid = any(not file.name.endswith(".safetensors") for file in self.files)
-        coded = any(block.codec != "raw" for block in self.blocks)
+        coded = BlockTable.of(self.blocks).coded
         return bool(laid or coded or self.borrowed or self.bases)
 
     def file_name(self, block: Block, folder: str) -> str:
@@ -153,7 +100,7 @@ class Part:
 
     def block_starts(self) -> list[int]:
         """First raw byte of every block, and the end of the last one."""
-        return [0, *accumulate(block.raw_bytes for block in self.blocks)]
+        return BlockTable.of(self.blocks).starts()
 
     def dump(self) -> bytes:
         """JSON in the order of the state; tensors and blocks as arrays: there can be 100,000.

@@ -9,9 +9,11 @@ import ctypes
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
-from torch_ckpt.manifest.schema import Chunk
+from torch_ckpt.manifest.entries import Chunk
+from torch_ckpt.manifest.whole import StoredTensor
 from torch_ckpt.staging.sharded import Box
 from torch_ckpt.staging.snapshot import copy_exactly
 
@@ -72,6 +74,24 @@ class Delivery:
             begin = typed.storage_offset() + _dot(common.offsets, self._strides) - first
             source = typed.as_strided(common.shape, self._strides, begin)
             copy_exactly(_narrowed(self._target, common, self._box.offsets), source)
+
+
+def overlapping(stored: StoredTensor, held: Box) -> Iterator[tuple[int, Chunk]]:
+    """The chunks that have elements in the box `held` of the whole, each with its part.
+
+    There may be thousands, of which a rank needs one.
+    """
+    dims = len(stored.shape)
+    rows = np.asarray(stored.boxes, dtype=np.int64).reshape(len(stored.parts), 2 * dims)
+    first = np.array(held.offsets, dtype=np.int64)
+    last = first + np.array(held.shape, dtype=np.int64)
+    offsets, ends = rows[:, :dims], rows[:, :dims] + rows[:, dims:]
+    common = np.minimum(ends, last) > np.maximum(offsets, first)
+    for number in np.flatnonzero(common.all(axis=1)).tolist():
+        row = rows[number].tolist()
+        start = stored.starts[number]
+        chunk = Chunk(offsets=tuple(row[:dims]), shape=tuple(row[dims:]), start=start)
+        yield stored.parts[number], chunk
 
 
 def deliveries(chunk: Chunk, tensor: torch.Tensor, held: Box) -> Delivery | None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch_ckpt.codecs.names import NEED_BASE
 from torch_ckpt.manifest.blocks import Placed
-from torch_ckpt.manifest.schema import Block, Borrowed, Part, StoredFile
+from torch_ckpt.manifest.entries import Block
+from torch_ckpt.manifest.schema import Borrowed, Part, StoredFile
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.shard import Written
 

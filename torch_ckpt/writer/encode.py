@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch_ckpt.manifest.blocks import Extent, Placed, cut
+from torch_ckpt.manifest.entries import Block
 from torch_ckpt.manifest.layout import shard_name, step_of_folder
-from torch_ckpt.manifest.schema import Block, Borrowed
+from torch_ckpt.manifest.schema import Borrowed
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.borrow import Base, Borrowing, lenders

@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 import time
 
-from torch_ckpt.manifest.schema import BLOCK_BYTES, Block, StoredFile
+from torch_ckpt.manifest.entries import BLOCK_BYTES, Block
+from torch_ckpt.manifest.schema import StoredFile
 from torch_ckpt.storage.store import Sink, Store
 from torch_ckpt.writer.code import Coded
 

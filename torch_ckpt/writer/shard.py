@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
@@ -16,8 +16,9 @@ from torch_ckpt.errors import SaveFailed
 from torch_ckpt.manifest.blocks import PAGE_BYTES, Extent, Placed, cut, safetensors_header
 from torch_ckpt.manifest.commit import read_manifest, read_part
 from torch_ckpt.manifest.digest import sha256_hex, xxh3_hex
+from torch_ckpt.manifest.entries import Block, Chunk, TensorEntry
 from torch_ckpt.manifest.layout import part_name, shard_name
-from torch_ckpt.manifest.schema import Block, Borrowed, Chunk, Part, StoredFile, TensorEntry
+from torch_ckpt.manifest.schema import Borrowed, Part, StoredFile
 from torch_ckpt.storage.store import Sink, Store
 from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.job import Job
@@ -31,9 +32,9 @@ class Written:
     """What a part says of the bytes of one rank."""
 
     files: tuple[StoredFile, ...] = ()
-    blocks: tuple[Block, ...] = ()
+    blocks: Sequence[Block] = ()
     borrowed: tuple[Borrowed, ...] = ()
-    bases: tuple[Block, ...] = ()
+    bases: Sequence[Block] = ()
     lossy: tuple[str, ...] = ()
     """The rules by which something is lost, for people."""
 

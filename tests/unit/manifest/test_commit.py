@@ -23,7 +23,8 @@ from torch_ckpt.manifest.commit import (
     read_parts,
     update_tags,
 )
-from torch_ckpt.manifest.schema import Chunk, Manifest, Part, TensorEntry, Vote
+from torch_ckpt.manifest.entries import Chunk, TensorEntry
+from torch_ckpt.manifest.schema import Manifest, Part, Vote
 from torch_ckpt.storage.local import LocalStore
 from torch_ckpt.storage.store import Store
 

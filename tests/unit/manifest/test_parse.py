@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests import samples
 from torch_ckpt.errors import CkptError, FormatError, IntegrityError
 from torch_ckpt.manifest.digest import canonical_json, sha256_hex
+from torch_ckpt.manifest.entries import BLOCK_BYTES, Block, Chunk, TensorEntry
 from torch_ckpt.manifest.parse import MAX_DEPTH, parse_manifest, parse_part
-from torch_ckpt.manifest.schema import BLOCK_BYTES, Block, Chunk, Part, StoredFile, TensorEntry
+from torch_ckpt.manifest.schema import Part, StoredFile
 
 PART = samples.image(samples.arrays()).part
 MANIFEST = samples.manifest(

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_ckpt.manifest.schema import Chunk
-from torch_ckpt.sharding.reshard import deliver, deliveries, intersection
+from torch_ckpt.manifest.entries import Chunk
+from torch_ckpt.manifest.whole import StoredTensor
+from torch_ckpt.sharding.reshard import deliver, deliveries, intersection, overlapping
 from torch_ckpt.staging.sharded import Box
 
 
@@ -106,3 +107,33 @@ def test_a_peers_block_is_let_go_of_piece_by_piece_and_arrives_whole(dim: int) -
     assert torch.equal(rebuilt[:-25], whole.flatten()[:-25])
     assert not rebuilt[-25:].any()
     assert len(let_go) >= 5  # of a block of 6 MiB, of which no more than 1 is held
+
+
+BOXES = st.lists(st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 3))] * 2), max_size=6)
+
+
+@given(BOXES, st.tuples(*[st.tuples(st.integers(0, 4), st.integers(0, 3))] * 2))
+def test_the_chunks_that_overlap_a_box_are_those_that_have_something_in_common_with_it(
+    chunks: list[tuple[tuple[int, int], ...]], held: tuple[tuple[int, int], ...]
+) -> None:
+    def box(spans: tuple[tuple[int, int], ...]) -> Box:
+        return Box(tuple(o for o, _ in spans), tuple(n for _, n in spans))
+
+    stored = StoredTensor("t", "uint8", (7, 7))
+    for number, one in enumerate(map(box, chunks)):
+        stored.boxes.extend((*one.offsets, *one.shape))
+        stored.parts.append(number)
+        stored.starts.append(10 * number)
+    expected = [
+        (number, Chunk(offsets=one.offsets, shape=one.shape, start=10 * number))
+        for number, one in enumerate(map(box, chunks))
+        if intersection(one, box(held)) is not None
+    ]
+    assert list(overlapping(stored, box(held))) == expected
+
+
+def test_a_scalar_overlaps_itself() -> None:
+    stored = StoredTensor("t", "uint8", ())
+    stored.parts.append(3)
+    stored.starts.append(8)
+    assert list(overlapping(stored, Box((), ()))) == [(3, Chunk(offsets=(), shape=(), start=8))]
