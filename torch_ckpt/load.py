@@ -28,8 +28,9 @@ from torch_ckpt.manifest.commit import read_whole
 from torch_ckpt.manifest.schema import Part
 from torch_ckpt.manifest.tables import BlockTable
 from torch_ckpt.sharding.agree import Ranks
-from torch_ckpt.sharding.broadcast import AT_ONCE, PeerFailed, everyone_needs, pass_on, split
+from torch_ckpt.sharding.broadcast import AT_ONCE, PeerFailed, pass_on, split
 from torch_ckpt.sharding.documents import parts_together
+from torch_ckpt.sharding.needs import Needs, everyone_needs
 from torch_ckpt.sharding.reshard import Delivery, deliver, deliveries, overlapping
 from torch_ckpt.sharding.window import Forget
 from torch_ckpt.staging.bind import Binding
@@ -310,7 +311,7 @@ class Reads:
         of_files = [min(_THREADS_OF_FILES, cores) for cores in ranks.cores()]
         at_once = AT_ONCE
         if self._opened.files:  # a block for each thread of each rank, if they all need the same
-            at_once = min(_PASSED_OF_FILES, min(of_files) * int(needs.sum(axis=0).max(initial=1)))
+            at_once = min(_PASSED_OF_FILES, min(of_files) * max(1, needs.most()))
         plan = split(needs, sizes, ranks.rank, at_once, self._holders(ranks))
         failure: BaseException | None = None
         with self._reading(of_files[ranks.rank]) as pool:
@@ -323,7 +324,7 @@ class Reads:
             self._scratch = threading.local()  # what comes now has memory of its own
             pass_on(plan, sizes, ranks, pool, self, slow=not self._opened.files)
 
-    def _holders(self, ranks: Ranks) -> np.ndarray | None:
+    def _holders(self, ranks: Ranks) -> Needs | None:
         """Which rank can read which block; None if every rank can read all of them."""
         here = self._opened.here
         if here is None:

@@ -14,6 +14,7 @@ import torch
 from tests.distributed.ranks import run_ranks
 from torch_ckpt.sharding.agree import Ranks
 from torch_ckpt.sharding.broadcast import PeerFailed, pass_on, split
+from torch_ckpt.sharding.needs import Needs
 from torch_ckpt.sharding.window import Forget
 
 SIZES = np.array([5000, 1, 4096, 70_000, 333, 8192, 12, 9000, 40_000, 77])
@@ -69,7 +70,7 @@ def passed(
         del os.memfd_create
     before = set(os.listdir("/proc/self/fd"))
     ranks = Ranks(None, timeout_s=30)
-    plan = split(needs(ranks.world_size), SIZES, rank, at_once)
+    plan = split(Needs.of(needs(ranks.world_size)), SIZES, rank, at_once)
     made = Made(**(kinds if rank == 1 else {}))
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -109,7 +110,7 @@ def test_every_rank_gets_what_it_needs(
 def test_all_ranks_leave_when_one_cannot_read_or_take(
     tmp_path: Path, kind: str, slow: bool
 ) -> None:
-    plan = split(needs(3), SIZES, 1, 4)
+    plan = split(Needs.of(needs(3)), SIZES, 1, 4)
     block = next(b for round_ in plan.rounds for b in round_ if plan.reader[b] == 1)
     found = run_ranks(tmp_path / "ranks", passed, 3, (), {kind: block}, 4, slow, timeout_s=60)
     assert isinstance(found[1], OSError if kind == "unreadable" else MemoryError), found

@@ -17,6 +17,7 @@ import torch
 
 from torch_ckpt.errors import CkptError, StorageError
 from torch_ckpt.sharding.agree import Ranks
+from torch_ckpt.sharding.needs import Needs
 from torch_ckpt.sharding.window import Forget, Windows
 
 T = TypeVar("T")
@@ -58,81 +59,83 @@ class Split:
     """Blocks that several ranks need, in the order in which all of them pass them on."""
     reader: np.ndarray
     """A rank by block; -1 for blocks that nobody needs."""
+    column: dict[int, int]
+    """Where in `needs` a block of a round is."""
     needs: np.ndarray
-    """By rank and block."""
+    """By rank and column."""
 
 
 def split(
-    needs: np.ndarray,
+    needs: Needs,
     sizes: np.ndarray,
     rank: int,
     at_once: int = AT_ONCE,
-    holds: np.ndarray | None = None,
+    holds: Needs | None = None,
 ) -> Split:
     """Share the reading out so that every rank reads about as many bytes.
 
     Args:
-        needs: Whether a rank needs a block, by rank and block.
+        needs: Whether a rank needs a block.
         sizes: Bytes of each block.
         rank: For whom `alone` is.
         at_once: The most blocks that a rank has in its hands in one round.
-        holds: Whether a rank can read a block, by rank and block; None if each can read all.
+        holds: Whether a rank can read a block; None if each can read all.
 
     Raises:
         StorageError: nobody can read a block that somebody needs.
     """
-    count = needs.sum(axis=0)
-    able = needs if holds is None else _able(needs, holds)
-    reader = np.where(count > 0, able.argmax(axis=0), -1)
-    # What one rank alone needs, and can read itself.
-    single = (count == 1) & (needs & able).any(axis=0)
-    loads = [int(sizes[(reader == one) & single].sum()) for one in range(len(needs))]
-    shared = np.flatnonzero((count > 0) & ~single)
-    turn: dict[int, int] = {}
-    taken = [0] * len(needs)
-    for block in shared.tolist():
-        one = min(np.flatnonzero(able[:, block]).tolist(), key=loads.__getitem__)
+    reader = np.full(needs.blocks, -1)
+    loads: list[int] = []
+    alone: list[int] = []
+    for one, single in enumerate(needs.alone()):
+        if holds is not None:  # what it alone needs, and can read itself
+            single = single[holds.columns(single)[one]]
+        reader[single] = one
+        loads.append(int(sizes[single].sum()))
+        if one == rank:
+            alone = single.tolist()
+    shared = np.flatnonzero(needs.any() & (reader < 0))
+    wanted = needs.columns(shared)
+    able = wanted if holds is None else _able(wanted, holds.columns(shared), shared)
+    turn: list[tuple[int, int, int]] = []
+    taken = [0] * needs.ranks
+    for column, block in enumerate(shared.tolist()):
+        one = min(np.flatnonzero(able[:, column]).tolist(), key=loads.__getitem__)
         reader[block] = one
         loads[one] += int(sizes[block])
-        turn[block] = taken[one]
+        turn.append((taken[one], block, column))
         taken[one] += 1
     # All readers at once rather than one after the other.
-    order = sorted(turn, key=lambda block: (turn[block], block))
-    alone = np.flatnonzero((reader == rank) & single).tolist()
-    in_hand = needs.copy()
-    in_hand[reader[order], order] = True
-    return Split(alone, _rounds(order, in_hand, at_once), reader, needs)
+    order = [(block, column) for _, block, column in sorted(turn)]
+    in_hand = wanted.copy()
+    in_hand[reader[shared], np.arange(len(shared))] = True
+    column = dict(order)
+    return Split(alone, _rounds(order, in_hand, at_once), reader, column, wanted)
 
 
-def _able(needs: np.ndarray, holds: np.ndarray) -> np.ndarray:
+def _able(wanted: np.ndarray, held: np.ndarray, blocks: np.ndarray) -> np.ndarray:
     """Who may read a block: a rank that needs it and holds it, or else one that holds it."""
-    both = needs & holds
-    able = np.where(both.any(axis=0), both, holds)
-    lacking = np.flatnonzero(needs.any(axis=0) & ~able.any(axis=0))
+    both = wanted & held
+    able = np.where(both.any(axis=0), both, held)
+    lacking = np.flatnonzero(~able.any(axis=0))
     if len(lacking):
-        raise StorageError(f"no rank has block {int(lacking[0])} of what they load together")
+        raise StorageError(
+            f"no rank has block {int(blocks[lacking[0]])} of what they load together"
+        )
     return able
 
 
-def _rounds(order: Sequence[int], needs: np.ndarray, at_once: int) -> list[list[int]]:
-    """Cut so that no rank has more than a few blocks in its hands."""
+def _rounds(order: Sequence[tuple[int, int]], needs: np.ndarray, at_once: int) -> list[list[int]]:
+    """Blocks with their columns, cut so that no rank has more than a few in its hands."""
     rounds: list[list[int]] = []
     load = np.zeros(len(needs), dtype=np.int64)
-    for block in order:
-        load = load + needs[:, block]
+    for block, column in order:
+        load = load + needs[:, column]
         if not rounds or load.max() > at_once:
             rounds.append([])
-            load = needs[:, block].astype(np.int64)
+            load = needs[:, column].astype(np.int64)
         rounds[-1].append(block)
     return rounds
-
-
-def everyone_needs(mine: np.ndarray, ranks: Ranks) -> np.ndarray:
-    """The needs of all ranks; all of them call it."""
-    packed = torch.from_numpy(np.packbits(mine))
-    rows = ranks.exchange(packed.to(torch.int64).reshape(-1, 1))
-    table = np.stack([row.reshape(-1).to(torch.uint8).numpy() for row in rows])
-    return np.unpackbits(table, axis=1, count=len(mine)).astype(bool)
 
 
 def pass_on(
@@ -175,7 +178,8 @@ def _by_messages(plan: Split, reached_by: np.ndarray) -> bool:
     lookers = reached_by[plan.reader[passed]].T | (
         np.arange(len(plan.needs))[:, None] == plan.reader[passed]
     )
-    return bool((plan.needs[:, passed] & ~lookers).any())
+    columns = [plan.column[block] for block in passed.tolist()]
+    return bool((plan.needs[:, columns] & ~lookers).any())
 
 
 @dataclass
@@ -236,14 +240,14 @@ class _Passing:
         done: list[Future[None]] = []
         with ranks.transfer() as transfer:
             for block in plan.rounds[number]:
-                reader = int(plan.reader[block])
+                reader, needs = int(plan.reader[block]), plan.needs[:, plan.column[block]]
                 slot = slots[reader] = slots.get(reader, -1) + 1
                 if reader == ranks.rank:
                     done.append(pool.submit(self.blocks.take, block, held[block]))
-                    for other in np.flatnonzero(plan.needs[:, block]).tolist():
+                    for other in np.flatnonzero(needs).tolist():
                         if other != reader and not reached_by[reader, other]:
                             transfer.send(held[block], other)
-                elif plan.needs[ranks.rank, block]:
+                elif needs[ranks.rank]:
                     if reached_by[reader, ranks.rank]:
                         done.append(pool.submit(self._look, block, reader, number, slot))
                     else:
