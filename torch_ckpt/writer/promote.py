@@ -36,8 +36,9 @@ from torch_ckpt.manifest.commit import (
     read_part,
     write_latest,
 )
+from torch_ckpt.manifest.entries import BLOCK_BYTES
 from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of, attempts_in, refusal_name
-from torch_ckpt.manifest.schema import BLOCK_BYTES, Manifest, StoredFile
+from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.leftovers import REFUSAL_LIMIT_BYTES, refusal
 from torch_ckpt.writer.recode import Recoder
