@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -30,10 +29,11 @@ from torch_ckpt.pending import PendingSave
 from torch_ckpt.sharding.agree import Agreement, Proposal, Ranks
 from torch_ckpt.sharding.differences import facts_of
 from torch_ckpt.sharding.plan import Plan, Planner, Survey
-from torch_ckpt.staging.ownership import Owned, Unchanged, expected_growth, unowned
+from torch_ckpt.sources import sources_of
+from torch_ckpt.staging.ownership import Unchanged, expected_growth, unowned
 from torch_ckpt.staging.slab import Slab
 from torch_ckpt.staging.slots import Slots
-from torch_ckpt.staging.snapshot import Snapshot, Source
+from torch_ckpt.staging.snapshot import Snapshot
 from torch_ckpt.staging.tree import Flat, flatten
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
@@ -41,10 +41,8 @@ from torch_ckpt.writer.job import Job
 logger = logging.getLogger(__name__)
 
 _DOCUMENT_SLACK_BYTES = 1 << 20
-_TENSOR = {torch.Tensor}
 _PATIENCE = 0.5
 """Of the time that peers wait: how long a rank waits for storage before all of them go on."""
-_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +199,8 @@ class Saver:
         # Behind the tensors also for a second name: this may be the slab that holds the first.
         start = -(-plan.raw_bytes // PAGE_BYTES) * PAGE_BYTES
         slab.reserve(start + _DOCUMENT_SLACK_BYTES, pin=_any_cuda(flat))
-        eager, lazy = ([], []) if same_as else self._sources(request, flat, plan)
+        owners = request.optimizers if request.block == "copied" else None
+        eager, lazy = ([], []) if same_as else sources_of(flat, plan, owners)
         pending.bytes = plan.raw_bytes
         snapshot = Snapshot(slab, eager, lazy)
         job = self.handover.register(pending, slab, request.root)
@@ -236,24 +235,6 @@ class Saver:
             self._copying = None
             self.handover.discard(job, _not_copied(request.step, error))
             raise
-
-    def _sources(
-        self, request: Request, flat: Flat, plan: Plan
-    ) -> tuple[list[Source], list[Source]]:
-        """What is copied now, and what may be copied until the fence."""
-        lives = [flat.tensors[name] for name in plan.names]
-        owned = [False] * len(lives)
-        if request.block == "copied":
-            owned = Owned([*request.optimizers, *flat.optimizers]).which(lives)
-        if not set(map(type, lives)) <= _TENSOR or any(map(_requires_grad, lives)):
-            # An alias of the storage: a framework may swap what a parameter points to.
-            lives = [live.detach() for live in lives]
-        for position, cut in plan.cuts.items():
-            lives[position] = lives[position].narrow(*cut)
-        sources = list(map(Source, plan.names, lives, plan.placed))
-        eager = [source for source, late in zip(sources, owned, strict=True) if not late]
-        lazy = [source for source, late in zip(sources, owned, strict=True) if late]
-        return eager, lazy
 
     def _job(
         self, request: Request, flat: Flat, plan: Plan, attempt: str, same_as: str | None
