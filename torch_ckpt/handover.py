@@ -251,8 +251,7 @@ class Handover:
         elif event == "archived":
             self._archived(message)
         elif event == "taken":
-            facts = {name: message[name] for name in ("archive", "owner", "run")}
-            self._note(ArchiveTaken(**facts))
+            self._note(ArchiveTaken(**{n: message[n] for n in ("archive", "owner", "run")}))
         if event == "released" and job in self._held:
             self._release(self._held.pop(job))
         running = self._running.get(job)
@@ -268,7 +267,7 @@ class Handover:
 
     def _committed(self, job: int, running: Running, message: Message) -> None:
         pending = running.pending
-        pending.persist_s = message["persist_s"]
+        pending.persist_s, pending.anchors_next = message["persist_s"], message["anchors"]
         self.committed = pending
         self._successors = 0
         for folder in running.lost:
@@ -303,6 +302,8 @@ class Handover:
         return len(self._unarchived)
 
     def _on_death(self, client: WriterClient, reason: str) -> None:
+        if self.committed is not None:
+            self.committed.anchors_next = False  # a new writer has seen nothing to go on from
         # Its own alone: a new writer may be at work before the old one is reaped.
         for job in [job for job, one in list(self._held.items()) if one.client is client]:
             self._release(self._held.pop(job))

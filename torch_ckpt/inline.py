@@ -46,7 +46,7 @@ def save_inline(job: Job, flat: Flat, plan: Plan, store: Store, config: Config) 
         watch = Watch(released=nothing, confirmed=agreed, abandoned=agreed)
         persist(job, memoryview(memory), store, pool, watch)
     pending = PendingSave(step=job.step, folder=job.folder, attempt=job.attempt)
-    pending.bytes = plan.raw_bytes
+    pending.bytes = pending.copied = plan.raw_bytes
     by_others = "it was saved from inside another call; the next run with this archive sends it"
     pending.unarchived = config.unarchived(elsewhere=False) or by_others
     pending.become("committed")

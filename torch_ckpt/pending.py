@@ -28,6 +28,11 @@ class PendingSave:
         """Seconds from hand-over to commit; None before."""
         self.bytes = 0
         """Raw bytes of this rank's share."""
+        self.copied = 0
+        """Bytes that were copied for it: fewer where moments were coded on their own device."""
+        self.anchors_next = False
+        """Whether the writer may let the save after it lose what rules name; known at the commit.
+        """
         self.archived: bool | None = None
         """Whether the archive has it; None as long as that is open."""
         self.unarchived: str | None = "this run has no archive"

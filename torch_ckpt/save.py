@@ -26,6 +26,7 @@ from torch_ckpt.handover import Handover
 from torch_ckpt.manifest.attempts import Attempts
 from torch_ckpt.manifest.blocks import PAGE_BYTES
 from torch_ckpt.pending import PendingSave
+from torch_ckpt.quantising import Quantising
 from torch_ckpt.sharding.agree import Agreement, Proposal, Ranks
 from torch_ckpt.sharding.differences import facts_of
 from torch_ckpt.sharding.plan import Plan, Planner, Survey
@@ -77,6 +78,7 @@ class Saver:
         self.parent: Mapping[str, Any] | None = None
         """The generation this run resumed from."""
         self.folders = Folders(store, builds=config.builds)
+        self._quantising = Quantising(config, ranks.world_size, store.url)
         self._patience_s = config.agree_timeout_s * _PATIENCE if ranks.world_size > 1 else math.inf
 
     def prepare(self, state: Any, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -109,6 +111,7 @@ class Saver:
             )
             if agreement.busy:
                 return self._skip(pending, slab)
+            self._quantising.began(pending)
             slab = slab or self._slots.take()
             try:
                 plan = self._planner.plan(
@@ -117,7 +120,7 @@ class Saver:
                     afresh=agreement.stale,
                     unowned=partial(unowned, flat, request.optimizers),
                 )
-                self._copy(request, flat, plan, slab, pending)
+                self._copy(request, flat, plan, slab, pending, anchored=agreement.anchored)
             except (OSError, MemoryError, RuntimeError) as error:
                 if isinstance(error, CkptError):
                     raise
@@ -164,6 +167,9 @@ class Saver:
                 busy=busy,
                 refused=refusal is not None,
                 stale=self._planner.stale,
+                # One for which training had to wait is left to the writer, which may hurry.
+                anchored=not self._slots.late
+                and self._quantising.is_anchored(request.step, self.folders.apart),
                 failed=tuple(self._attempts.failed),
                 facts=partial(facts_of, flat),
             )
@@ -192,7 +198,14 @@ class Saver:
         return pending
 
     def _copy(
-        self, request: Request, flat: Flat, plan: Plan, slab: Slab, pending: PendingSave
+        self,
+        request: Request,
+        flat: Flat,
+        plan: Plan,
+        slab: Slab,
+        pending: PendingSave,
+        *,
+        anchored: bool,
     ) -> None:
         same_as = self._same_as(request, flat)
         described = self._job(request, flat, plan, pending.attempt, same_as)
@@ -201,8 +214,9 @@ class Saver:
         slab.reserve(start + _DOCUMENT_SLACK_BYTES, pin=_any_cuda(flat))
         owners = request.optimizers if request.block == "copied" else None
         eager, lazy = ([], []) if same_as else sources_of(flat, plan, owners)
-        pending.bytes = plan.raw_bytes
-        snapshot = Snapshot(slab, eager, lazy)
+        pending.bytes, pending.copied = plan.raw_bytes, 0 if same_as else plan.raw_bytes
+        coding = self._quantising.coding(described) if lazy and anchored else None
+        snapshot = Snapshot(slab, eager, lazy, coding)
         job = self.handover.register(pending, slab, request.root)
         # Before the hand-over, whose failure must find it to take it back.
         if same_as is not None:
@@ -216,7 +230,11 @@ class Saver:
 
         def hand_over() -> None:
             # Last, and with an overlapped copy on its thread: training does not wait for it.
-            document = described.dump(plan.described_json)
+            told = described
+            if coding is not None:
+                told = replace(described, quantised=coding.quantised)
+                pending.copied -= coding.spared
+            document = told.dump(plan.described_json)
             slab.reserve(start + len(document) + _DOCUMENT_SLACK_BYTES)
             slab.buffer[start : start + len(document)] = document
             place = {"doc_start": start, "doc_bytes": len(document), "confirmed": not lazy}
@@ -339,7 +357,7 @@ class Saver:
     def remove(self, root: str, folder: str) -> None:
         """Queue a removal behind the saves so far."""
         self.settle()
-        self._unchanged.forget()  # its files can get no second name
+        self.forget()  # its files can get no second name, and nothing may build on it
         self.handover.remove(root, folder)
 
     def go_on_from(self, generation: Generation | None, apart: Iterable[str]) -> None:
@@ -356,6 +374,7 @@ class Saver:
     def forget(self) -> None:
         """The live state was replaced: nothing of it is known to be saved."""
         self._unchanged.forget()
+        self._quantising.forget()
 
     def _on_failure(self, pending: PendingSave) -> None:
         self._unchanged.forget()

@@ -61,16 +61,7 @@ class Fp8(Codec):
         kind = floats.KINDS.get(dtype)
         if kind is None:
             return None
-        scales = np.empty(-(-len(words) // GROUP), np.uint8)
-        codes = np.empty(len(words), np.uint8)
-        with np.errstate(all="ignore"):  # groups with NaN, inf or surplus range are stored as is
-            for start in range(0, len(words), streams.CHUNK_WORDS):
-                chunk = words[start : start + streams.CHUNK_WORDS]
-                groups = floats.grouped(self._forward(floats.widen(chunk, kind)))
-                here = slice(start // GROUP, start // GROUP + len(groups))
-                scales[here] = _scales(groups, self._ceiling(kind))
-                coded = self._round(groups, scales[here])
-                codes[start : start + len(chunk)] = coded.reshape(-1)[: len(chunk)]
+        codes, scales = self.coded(words, kind)
         exact = words[:0]
         if (escaped := scales == ESCAPED).any():
             exact, codes = floats.pick(words, escaped), floats.pick(codes, ~escaped)
@@ -78,6 +69,20 @@ class Fp8(Codec):
         for plane in (scales, codes, *streams.split(exact)):
             pieces += streams.pack_plane(plane)
         return streams.join_if_smaller([*pieces, rest], raw.nbytes)
+
+    def coded(self, words: Words, kind: int) -> tuple[Bytes, Bytes]:
+        """A code for every number, which means nothing in escaped groups, and a scale a group."""
+        scales = np.empty(-(-len(words) // GROUP), np.uint8)
+        codes = np.empty(len(words), np.uint8)
+        with np.errstate(all="ignore"):  # groups with NaN, inf or surplus range are stored as is
+            for start in range(0, len(words), streams.CHUNK_WORDS):
+                chunk = words[start : start + streams.CHUNK_WORDS]
+                groups = floats.grouped(self._forward(floats.widen(chunk, kind)))
+                here = slice(start // GROUP, start // GROUP + len(groups))
+                scales[here] = _scales(groups, self.ceiling(kind))
+                coded = self._round(groups, scales[here])
+                codes[start : start + len(chunk)] = coded.reshape(-1)[: len(chunk)]
+        return codes, scales
 
     def decode(
         self, stored: memoryview, *, raw_bytes: int, base: memoryview | None = None
@@ -100,7 +105,7 @@ class Fp8(Codec):
             everywhere = np.zeros(count, np.uint8)
             floats.put(everywhere, ~escaped, codes)
             codes, scales = everywhere, np.where(escaped, LEAST, scales)
-        self._decode_into(words, codes, scales, kind)
+        self.values_into(words, codes, scales, kind)
         floats.put(words, escaped, exact)
         block[count * itemsize :] = cursor.take(raw_bytes - count * itemsize)
         cursor.finish()
@@ -115,7 +120,7 @@ class Fp8(Codec):
         words, _ = streams.word_array(raw, floats.ITEMSIZE[kind])
         numbers = floats.widen(words, kind)
         with np.errstate(all="ignore"):
-            scales = _scales(floats.grouped(self._forward(numbers)), self._ceiling(kind))
+            scales = _scales(floats.grouped(self._forward(numbers)), self.ceiling(kind))
             magnitudes = np.abs(numbers.astype(np.float64))
             largest = floats.grouped(magnitudes).max(axis=1)
             allowed = self._allowed(magnitudes, floats.spread(largest, len(numbers)), kind)
@@ -126,7 +131,7 @@ class Fp8(Codec):
     ) -> NDArray[np.float64]:
         return 2.0**-4 * magnitudes + 2.0**-17 * largest
 
-    def _ceiling(self, kind: int) -> float:
+    def ceiling(self, kind: int) -> float:
         """The group maximum from which rounding up could leave the element type's range."""
         return 2.0 ** floats.LARGEST_POWER[kind]
 
@@ -136,7 +141,8 @@ class Fp8(Codec):
     def _round(self, groups: Floats, scales: Bytes) -> Bytes:
         return _round(groups, scales, never_to_zero=False)
 
-    def _decode_into(self, words: Words, codes: Bytes, scales: Bytes, kind: int) -> None:
+    def values_into(self, words: Words, codes: Bytes, scales: Bytes, kind: int) -> None:
+        """Give words the values of codes whose scales are in range and none of them escaped."""
         for start in range(0, len(words), streams.CHUNK_WORDS):
             chunk = codes[start : start + streams.CHUNK_WORDS]
             groups = floats.grouped(_VALUES.take(chunk))
@@ -167,7 +173,7 @@ class Fp8Sqrt(Fp8):
         half = np.where(magnitudes > 0, floats.SMALLEST[kind] / 2, 0.0)
         return 2.0**-3 * magnitudes + np.where(magnitudes > 0, 2.0**-30 * largest, 0.0) + half
 
-    def _ceiling(self, kind: int) -> float:
+    def ceiling(self, kind: int) -> float:
         return 2.0 ** (floats.LARGEST_POWER[kind] // 2)
 
     def _forward(self, numbers: Floats) -> Floats:

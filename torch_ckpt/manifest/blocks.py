@@ -58,6 +58,11 @@ class Placed(NamedTuple):
     start: int
 
 
+def has_own_blocks(piece: Piece) -> bool:
+    """Whether a piece begins a block of its own and shares none with its neighbours."""
+    return piece.bytes >= _SMALL_BYTES
+
+
 def place(pieces: Iterable[Piece], group: Callable[[str], int] = _alike) -> list[Placed]:
     """Pack pieces without gaps, widest elements first, so that each is aligned to its elements.
 

@@ -46,6 +46,8 @@ class Proposal:
     """This rank cannot take part; it raises its own error."""
     stale: bool = False
     """This rank's state has another shape than its plan."""
+    anchored: bool = False
+    """Whether this rank's writer is certain to let it lose what rules name."""
     failed: Sequence[str] = ()
     """The last attempts whose saves failed on this rank."""
     facts: Callable[[], list[Fact]] = list
@@ -63,6 +65,8 @@ class Agreement:
     """Whether any rank has to plan afresh, so that all do."""
     permanent: bool = False
     """Whether no rank may lose anything, or build on what was saved before."""
+    anchored: bool = False
+    """Whether those of all ranks are."""
     refusal: DisagreementError | None = None
     """Why there is nothing to save together, if so; names ranks and values."""
 
@@ -140,6 +144,7 @@ class Ranks:
                 failed=frozenset(),
                 stale=mine.stale,
                 permanent=mine.permanent,
+                anchored=mine.anchored,
             )
         words = torch.tensor(
             [
@@ -147,7 +152,11 @@ class Ranks:
                 int(mine.fingerprint[:15] or "0", 16),
                 int(mine.attempt, 16),
                 int(mine.run[:15] or "0", 16),
-                mine.busy | mine.refused << 1 | mine.stale << 2 | mine.permanent << 3,
+                mine.busy
+                | mine.refused << 1
+                | mine.stale << 2
+                | mine.permanent << 3
+                | mine.anchored << 4,
                 int(hashlib.sha256(os.fsencode(mine.folder)).hexdigest()[:15], 16),
                 *(int(attempt, 16) for attempt in mine.failed),
                 *[0] * (FAILED - len(mine.failed)),
@@ -161,6 +170,7 @@ class Ranks:
             failed=frozenset(f"{one:08x}" for row in table for one in row[6:] if one),
             stale=any(row[4] & 4 for row in table),
             permanent=bool(table[0][4] & 8),
+            anchored=all(row[4] & 16 for row in table),
             refusal=self._difference(table, mine),
         )
 

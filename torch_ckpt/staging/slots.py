@@ -32,6 +32,11 @@ class Slots:
         self._late = self._late or not self._free
         return not self._free
 
+    @property
+    def late(self) -> bool:
+        """What `was_late` will say."""
+        return self._late
+
     def was_late(self) -> bool:
         """Whether a save had to wait for storage, or was left out, since this was last asked."""
         late, self._late = self._late, False

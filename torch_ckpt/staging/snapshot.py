@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -27,6 +29,22 @@ class Source:
     name: str
     live: torch.Tensor
     place: Placed
+
+
+class Coding(Protocol):
+    """Takes the place of copying some of the lazy sources whole."""
+
+    def wants(self, source: Source) -> bool:
+        """Whether `code` is worth a call."""
+        ...
+
+    def code(self, source: Source, room: torch.Tensor) -> bool:
+        """Put something shorter into the room of a source; False: it is to be copied whole."""
+        ...
+
+    def escaped(self) -> Iterable[Source]:
+        """Once all has arrived: sources that have to be copied whole after all."""
+        ...
 
 
 class Views:
@@ -52,6 +70,10 @@ class Views:
         start = place.start // typed.element_size()
         return typed.as_strided(piece.shape, strides[::-1], start)
 
+    def room_of(self, place: Placed) -> torch.Tensor:
+        """The bytes of a piece."""
+        return self._bytes[place.start : place.start + place.piece.bytes]
+
 
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place; inference tensors do not count."""
@@ -71,8 +93,14 @@ def _versions(sources: Sequence[Source]) -> list[int]:
 class Snapshot:
     """Copies sources into a slab; what is not eager is copied by a thread until `complete`."""
 
-    def __init__(self, slab: Slab, eager: Sequence[Source], lazy: Sequence[Source]) -> None:
-        self._eager, self._lazy = list(eager), list(lazy)
+    def __init__(
+        self,
+        slab: Slab,
+        eager: Sequence[Source],
+        lazy: Sequence[Source],
+        coding: Coding | None = None,
+    ) -> None:
+        self._eager, self._lazy, self._coding = list(eager), list(lazy), coding
         self._views = Views(slab)
         self._versions = _versions(self._lazy)
         self._failure: BaseException | None = None
@@ -106,21 +134,36 @@ class Snapshot:
 
     def _copy_lazy(self, then: object) -> None:
         try:
-            for source in self._lazy:
-                if self._abandoned:
-                    return
-                if self._copier is not None and source.live.is_cuda:
-                    self._copier.copy(self._views.of(source.place), source.live)
-                else:
-                    self._copy_beside_training(source)
-            if self._copier is not None:
-                self._copier.synchronize()
+            self._copy_each(self._lazy, self._coding)
+            if self._coding is not None and not self._abandoned:
+                self._copy_each(list(self._coding.escaped()))
+            if self._abandoned:
+                return
             if callable(then) and not self.moved():  # a torn copy must not outlive the trainer
                 then()
         except BaseException as error:
             self._failure = error
         finally:
             self._idle.set()
+
+    def _copy_each(self, sources: Iterable[Source], coding: Coding | None = None) -> None:
+        """Copy lazy sources, or code them where `coding` can; they have arrived on return."""
+        for source in sources:
+            if self._abandoned:
+                return
+            if coding is not None and coding.wants(source) and self._code(source, coding):
+                continue
+            if self._copier is not None and source.live.is_cuda:
+                self._copier.copy(self._views.of(source.place), source.live)
+            else:
+                self._copy_beside_training(source)
+        if self._copier is not None:
+            self._copier.synchronize()
+
+    def _code(self, source: Source, coding: Coding) -> bool:
+        copier = self._copier if source.live.is_cuda else None
+        with nullcontext() if copier is None else copier.on(source.live):
+            return coding.code(source, self._views.room_of(source.place))
 
     def _copy_beside_training(self, source: Source) -> None:
         """One thread and no intra-op pool, so that training keeps its cores."""
@@ -208,6 +251,16 @@ class _CudaCopier:
         with torch.cuda.stream(stream):
             copy.copy_(live, non_blocking=True)
             live.record_stream(stream)
+
+    @contextmanager
+    def on(self, live: torch.Tensor) -> Iterator[None]:
+        """Compute something from a tensor where and when it would be copied."""
+        stream = self._streams[live.device]
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:
+                live.record_stream(stream)
 
     def fence_eager(self) -> None:
         """Hold back the device, not the host, until what must be copied now is copied."""

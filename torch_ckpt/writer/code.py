@@ -9,7 +9,7 @@ import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_ckpt.codecs.names import codec_named
 from torch_ckpt.manifest.blocks import Extent, Placed
@@ -125,6 +125,8 @@ class Coder:
     default: str
     rules: Sequence[Rule]
     lossless: Lossless
+    expanded: frozenset[int] = frozenset()
+    """Where pieces lie whose values are those that codes stand for."""
 
     def work(
         self, placed: Sequence[Placed], extents: Sequence[Extent]
@@ -134,8 +136,9 @@ class Coder:
 
     def plan(
         self, placed: Sequence[Placed], extents: Sequence[Extent]
-    ) -> Iterator[tuple[int, Extent, str, Rule]]:
-        """Every block in order with its number, its dtype and its rule."""
+    ) -> Iterator[tuple[int, Extent, str, Rule, bool]]:
+        """Every block in order with its number, its dtype, its rule and whether that has lost
+        something of it already."""
         items = [item for item in placed if item.piece.bytes]
         first = 0
         for number, extent in enumerate(extents):
@@ -147,10 +150,12 @@ class Coder:
                 last += 1
             names = {item.piece.name for item in items[first:last]}
             rule = rule_for(self.rules, names, self.default)
-            yield number, extent, items[first].piece.dtype, rule
+            lost = items[first].start in self.expanded
+            yield number, extent, items[first].piece.dtype, rule, lost
 
-    def code(self, number: int, extent: Extent, dtype: str, rule: Rule) -> Coded:
-        """What is stored of a block."""
+    def code(self, number: int, extent: Extent, dtype: str, rule: Rule, lost: bool) -> Coded:
+        """What is stored of a block; `lost` says that it has lost something by its rule already."""
+        lost_by = str(rule) if lost else ""
         raw = self.slab[extent.start : extent.start + extent.bytes]
         before = None
         if self.base is not None:
@@ -158,11 +163,12 @@ class Coder:
             if xxh3_hex(before) != self.digests[number]:
                 before = None  # not what a reader gets: nothing could be decoded against it
             elif equal(raw, before):
-                return Coded(extent, self.digests[number])
+                return Coded(extent, self.digests[number], lost_by=lost_by)
         if rule.lossy and (coded := self._lossy(extent, raw, dtype, rule, before)) is not None:
             return coded
         wanted = self.default if rule.lossy else rule.codec
-        return self.lossless.encode(extent, raw, dtype, wanted, before)
+        coded = self.lossless.encode(extent, raw, dtype, wanted, before)
+        return replace(coded, lost_by=lost_by) if lost else coded
 
     def _lossy(
         self, extent: Extent, raw: memoryview, dtype: str, rule: Rule, before: memoryview | None

@@ -12,14 +12,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch_ckpt.errors import SaveFailed
 from torch_ckpt.manifest.blocks import Extent, Placed, cut
 from torch_ckpt.manifest.entries import Block
 from torch_ckpt.manifest.layout import shard_name, step_of_folder
-from torch_ckpt.manifest.schema import Borrowed
+from torch_ckpt.manifest.schema import Borrowed, Manifest
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.ahead import in_order
 from torch_ckpt.writer.borrow import Base, Borrowing, lenders
 from torch_ckpt.writer.code import Coded, Coder, Lossless, Speed, equal
+from torch_ckpt.writer.expand import expand
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.lay import Laid
 from torch_ckpt.writer.line import Line, are_sound, follows, needed
@@ -30,6 +32,10 @@ logger = logging.getLogger(__name__)
 
 _AHEAD = 8
 """Blocks encoded ahead of the one that is written."""
+_NO_ANCHOR = (
+    "its moments were copied as 8-bit codes, and this writer knows of no generation without loss "
+    "any more that could stand beside them; the next save loses nothing"
+)
 _SHORT_S = 1.0
 """Encoding that takes less is never left out: whoever saves so often waits for each save."""
 
@@ -92,8 +98,12 @@ class Encoder:
 
         `late` says that training had to wait for storage.
         """
-        plain = self._goes_plain(job, late=late)
+        plain = not job.quantised and self._goes_plain(job, late=late)
         base, anchors = self._builds_on(job, placed, store)
+        if job.quantised:
+            if not anchors:
+                raise SaveFailed(step=job.step, reason=_NO_ANCHOR)
+            expand(job, placed, slab, pool)
         # The same in every generation, since blocks of two are compared by their numbers.
         extents = cut(placed, group=grouping(self.encoding.rules))
         if base is None and (plain or (self.encoding.plain and not anchors)):
@@ -111,6 +121,7 @@ class Encoder:
             default="raw" if plain else self.encoding.codec,
             rules=rules,
             lossless=Lossless(speed=self._speed, deltas=not plain),
+            expanded=frozenset(start for start, _ in job.quantised),
         )
         work, borrowing = coder.work(placed, extents), Borrowing(base, anchors)
         written = self._encoded(job, coder, work, store, pool, borrowing)
@@ -145,6 +156,15 @@ class Encoder:
             return False
         self._base = Base(job=job, placed=placed, slab=slab, part=part, release=release)
         return True
+
+    def anchors_next(self, job: Job, manifest: Manifest | None) -> bool:
+        """Whether the save after this one may lose something, as far as anybody can tell.
+
+        `manifest` is what was committed; None on ranks that do not commit.
+        """
+        return self.encoding.lossy and self._line.will_go_on(
+            job, manifest, self.encoding.full_every
+        )
 
     def forget(self) -> None:
         """Let go of the last snapshot: the next generation stands alone."""

@@ -42,6 +42,8 @@ class Job:
     """The retention rule as JSON; None prunes nothing."""
     same_as: str | None = None
     """A folder whose shard of this rank holds the same bytes: it gets a second name."""
+    quantised: Sequence[Sequence[Any]] = ()
+    """Starts of pieces that are codes and scales, and the names of their codecs."""
     commit_timeout_s: float = 1800.0
 
     def dump(self, described: bytes) -> bytes:

@@ -82,6 +82,20 @@ class Line:
             return False
         return self._depth < full_every and follows(job, self._newest)
 
+    def will_go_on(self, job: Job, manifest: Manifest | None, full_every: int) -> bool:
+        """Whether one may lose something that comes right after a save that was added last.
+
+        Said before it is looked for: no if in doubt. Of a save that others commit there is no
+        `manifest` yet; they know whether it builds on anything.
+        """
+        if self._newest is not job:
+            return False
+        if manifest is not None and not manifest.bases:
+            return True
+        if self._whole is None or [share.job for share in self._unseen] != [job]:
+            return False
+        return (self._depth or 0) + 1 < full_every
+
     def anchors(self, job: Job, there: Mapping[str, Generation]) -> tuple[Borrowed, ...]:
         """This rank's shards in a generation that is whole; empty if none is known."""
         whole = self._whole

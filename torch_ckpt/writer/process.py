@@ -281,6 +281,7 @@ class Writer:
                 "persist_s": time.monotonic() - began,
                 "bytes": manifest.bytes,
                 "held": share.holds,
+                "anchors": share.anchors_next(job, manifest),
             }
         )
         if self._tiers is not None and job.root == self._root:

@@ -58,6 +58,8 @@ def write_shard(
     """
     if job.raw_bytes == 0:
         return Written()
+    if job.quantised:  # codes are nobody's bytes
+        raise SaveFailed(step=job.step, reason="it was copied as codes and would be stored as such")
     shard = shard_name(job.rank, job.attempt)
     header = safetensors_header(placed)
     size = len(header) + job.raw_bytes

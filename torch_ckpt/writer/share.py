@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from torch_ckpt.manifest.blocks import Placed
+from torch_ckpt.manifest.schema import Manifest
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.encode import Encoder
 from torch_ckpt.writer.job import Job
@@ -42,6 +43,12 @@ class Share:
             return
         job, slab, written = self._job
         self.holds = self.encoder.remember(job, placed, slab, written, done)
+
+    def anchors_next(self, job: Job, manifest: Manifest) -> bool:
+        """Whether the save after this one may lose something."""
+        if self.encoder is None:
+            return False
+        return self.encoder.anchors_next(job, manifest if job.rank == 0 else None)
 
     def failed(self) -> None:
         """The save did not commit: nothing may build on it."""

@@ -9,7 +9,7 @@ import pytest
 from tests.suites.codec_suite import FLOATS, CodecSuite, numbers
 from torch_ckpt.codecs.codec import CodecError
 from torch_ckpt.codecs.floats import GROUP, KINDS, narrow, widen
-from torch_ckpt.codecs.fp8 import Fp8, Fp8Sqrt
+from torch_ckpt.codecs.fp8 import ESCAPED, Fp8, Fp8Sqrt
 from torch_ckpt.codecs.streams import HEADER, PLANE, STORED
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -58,6 +58,26 @@ class TestFp8(CodecSuite):
         again = self.encode(back, dtype, base)
         assert again is not None
         assert bytes(self.decode(again, len(raw), base)) == back
+
+    @pytest.mark.parametrize("dtype", KINDS)
+    def test_nor_does_anything_else_that_codes_can_hold(self, dtype: str) -> None:
+        """Of every magnitude and spread; bits that a narrow type or a tiny square cannot hold."""
+        assert isinstance(self.codec, Fp8)
+        rng, size, kind = np.random.default_rng(4), FLOATS[dtype].itemsize, KINDS[dtype]
+        mantissa = {"float32": 23, "bfloat16": 7, "float16": 10}[dtype]
+        most = (1 << (8 * size - 1 - mantissa)) - 2
+        centre = rng.integers(0, most, (3000, 1))
+        exponent = np.clip(centre - rng.integers(0, 24, (3000, GROUP)), 0, most)
+        bits = exponent << mantissa | rng.integers(0, 1 << mantissa, (3000, GROUP))
+        words = bits.reshape(-1).astype(f"<u{size}")
+        codes, scales = self.codec.coded(words, kind)
+        held = scales != ESCAPED
+        assert held.mean() > 0.4
+        once = np.empty(held.sum() * GROUP, words.dtype)
+        self.codec.values_into(once, codes[np.repeat(held, GROUP)], scales[held], kind)
+        stream = self.encode(once.tobytes(), dtype, None)
+        assert stream is not None
+        assert bytes(self.decode(stream, once.nbytes, None)) == once.tobytes()
 
     @pytest.mark.parametrize("scale", [0, 247, 254])
     def test_a_scale_out_of_range_is_refused(self, scale: int) -> None:
