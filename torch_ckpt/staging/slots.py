@@ -60,6 +60,8 @@ class Slots:
 
     def _await(self, timeout_s: float) -> bool:
         """Wait for a free slab; whether there is one."""
+        if self._free:
+            return True  # not late, however slow this machine is
         began, reminded = time.monotonic(), 0.0
         while not self._free:
             waited = time.monotonic() - began
