@@ -106,9 +106,9 @@ class FaultyStore:
         self.meet("upload", name)
         self.store.upload(name, size, read, sha256=sha256)
 
-    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0) -> int:
+    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0, of: str = "") -> int:
         self.meet("abort_uploads", folder)
-        return self.store.abort_uploads(folder, older_than_s=older_than_s)
+        return self.store.abort_uploads(folder, older_than_s=older_than_s, of=of)
 
     def link(self, source: str, name: str) -> None:
         self.meet("link", name)

@@ -92,7 +92,7 @@ def prune(
             for now in plans_for(tiers, rule, rule_archive):
                 now.carry_out(only=doomed)
         for folder in left:
-            sweep(place.store, folder, spare_attempts=())
+            sweep(place.store, folder)
         deleted = True
     if as_json:
         document = _document(place, plans, left, several=tiers.several, deleted=deleted)

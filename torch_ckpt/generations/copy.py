@@ -119,7 +119,7 @@ def _copy_alone(
     copied = sum(_in_turn_or_at_once(copy_one, manifest.parts, parts_at_once), Copied())
     commit_copy(target, generation, files=files)
     if replaced is not None and not _same(replaced, manifest):
-        sweep(target, folder, spare_attempts=())
+        sweep(target, folder)
     return copied
 
 

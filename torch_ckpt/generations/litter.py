@@ -6,7 +6,7 @@ still running: the caller says which attempts to spare.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from torch_ckpt.errors import FormatError, IntegrityError
 from torch_ckpt.manifest.commit import read_manifest, read_part
@@ -22,20 +22,20 @@ def litter(store: Store, folders: Iterable[str]) -> list[str]:
     Files of saves that are still running are among them. A folder whose manifest or parts cannot
     be read has no litter: nobody can tell what belongs to it.
     """
-    return [f"{folder}/{name}" for folder in folders for name in _unnamed(store, folder, ())]
+    return [f"{folder}/{name}" for folder in folders for name in _unnamed(store, folder)]
 
 
-def sweep(store: Store, folder: str, *, spare_attempts: Collection[str]) -> list[str]:
+def sweep(store: Store, folder: str, *, spare: Callable[[str], bool] | None = None) -> list[str]:
     """Delete the litter of one folder, then the folder if it is empty; return the names.
 
-    `spare_attempts` must hold every attempt that may still be running in this folder.
+    `spare` says of an attempt whether it may still be running in this folder; without it none is.
+    It is asked about what is listed here, also about an attempt that has begun just now.
     """
-    swept = []
-    for name in _unnamed(store, folder, spare_attempts):
+    swept = _unnamed(store, folder, spare)
+    for name in swept:
         store.delete(f"{folder}/{name}")
-        swept.append(name)
     # A save begins with an empty folder, so one that may be running needs it.
-    if not spare_attempts and (swept or step_of_folder(folder) is not None):
+    if spare is None and (swept or step_of_folder(folder) is not None):
         store.delete_folder(folder)
     return swept
 
@@ -46,7 +46,7 @@ def sweep_deleted(store: Store, folder: str, attempts: Collection[str]) -> list[
     `attempts` were committed here once. The folder goes if nothing else is in it, so no save may
     be about to begin there.
     """
-    left = _unnamed(store, folder, ())
+    left = _unnamed(store, folder)
     swept = [name for name in left if attempt_of(name) in attempts]
     for name in swept:
         store.delete(f"{folder}/{name}")
@@ -55,10 +55,12 @@ def sweep_deleted(store: Store, folder: str, attempts: Collection[str]) -> list[
     return swept
 
 
-def _unnamed(store: Store, folder: str, spare_attempts: Collection[str]) -> list[str]:
+def _unnamed(store: Store, folder: str, spare: Callable[[str], bool] | None = None) -> list[str]:
     # Listed before the manifest is read: what a commit in between names is then never listed.
     names = [entry.name for entry in store.entries(folder)]
-    ours = [name for name in names if is_ours(name) and attempt_of(name) not in spare_attempts]
+    ours = [name for name in names if is_ours(name)]
+    if spare is not None:
+        ours = [name for name in ours if (one := attempt_of(name)) is None or not spare(one)]
     if not ours:
         return []
     try:

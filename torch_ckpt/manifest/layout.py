@@ -6,7 +6,6 @@ Knows names. Knows nothing of stores or documents.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 from torch_ckpt.errors import FormatError
 
@@ -61,9 +60,9 @@ def attempt_of(name: str) -> str | None:
     return match["attempt"] if match else None
 
 
-def attempts_in(names: Iterable[str]) -> set[str]:
-    """The attempts that files of these names are of."""
-    return {found for name in names if (found := attempt_of(name)) is not None}
+def is_begun(name: str) -> bool:
+    """Whether a file of ours has a temporary name: whatever its size, its bytes are not there."""
+    return name.endswith(".tmp")
 
 
 def check_name(name: str, *, file: str) -> str:

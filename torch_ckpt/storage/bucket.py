@@ -21,13 +21,14 @@ class Bucket:
     def __init__(self, fs: Any, name: str) -> None:
         self._fs, self._name = fs, name
 
-    def abort_uploads(self, prefix: str, older_than_s: float) -> int:
-        """Abort multipart uploads of keys that begin with `prefix`; return how many."""
+    def abort_uploads(self, prefix: str, older_than_s: float, of: str) -> int:
+        """Abort multipart uploads of keys that begin with `prefix` and have `of` in their rest."""
         latest = datetime.now(timezone.utc) - timedelta(seconds=older_than_s)
         found = [
             upload
             for upload in self._uploads(prefix)
-            if older_than_s <= 0 or upload["Initiated"] < latest
+            if of in upload["Key"][len(prefix) :]
+            and (older_than_s <= 0 or upload["Initiated"] < latest)
         ]
         for upload in found:
             try:

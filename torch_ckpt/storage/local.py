@@ -96,13 +96,13 @@ class LocalStore:
             sink.abandon()
             raise
 
-    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0) -> int:
+    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0, of: str = "") -> int:
         aborted = 0
         for entry in self._scan(folder):
             if entry.is_dir(follow_symlinks=False):
                 if not folder:
-                    aborted += self.abort_uploads(entry.name, older_than_s=older_than_s)
-            elif is_temporary(entry.name) and _older(entry, older_than_s):
+                    aborted += self.abort_uploads(entry.name, older_than_s=older_than_s, of=of)
+            elif of in entry.name and is_temporary(entry.name) and _older(entry, older_than_s):
                 self.delete(f"{folder}/{entry.name}" if folder else entry.name)
                 aborted += 1
         return aborted

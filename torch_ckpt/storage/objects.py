@@ -233,7 +233,7 @@ class ObjectStore:
                 f"{self._where(name)} has {stored} bytes after an upload of {size}; try again"
             )
 
-    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0) -> int:
+    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0, of: str = "") -> int:
         if folder:
             check_name(folder, root=self._url)
         if self._clients.kind != "s3":
@@ -246,7 +246,7 @@ class ObjectStore:
                 self._where(folder),
             )
             return 0
-        return twin.abort_uploads(folder, older_than_s=older_than_s)
+        return twin.abort_uploads(folder, older_than_s=older_than_s, of=of)
 
     def link(self, source: str, name: str) -> None:
         here, there = self._key(source), self._key(name)

@@ -120,13 +120,13 @@ class FsspecStore:
             self.delete(name)
             raise StorageError(f"{where} has {stored} bytes after an upload of {size}; try again")
 
-    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0) -> int:
+    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0, of: str = "") -> int:
         prefix = f"{self._path(folder) if folder else self._root}/"
         if not hasattr(self._fs, "call_s3"):
             return 0  # elsewhere unfinished uploads cannot be listed, or end by themselves
         bucket, key = self._bucket(prefix)
         with _reported("abort uploads under", self._where(folder)):
-            return bucket.abort_uploads(key, older_than_s)
+            return bucket.abort_uploads(key, older_than_s, of)
 
     def pause_asked(self, *, writes: bool) -> float | None:
         """For how many seconds the server wants to be left alone, as one request to S3 says."""

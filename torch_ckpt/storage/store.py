@@ -111,11 +111,12 @@ class Store(Protocol):
         """
         ...
 
-    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0) -> int:
+    def abort_uploads(self, folder: str, *, older_than_s: float = 0.0, of: str = "") -> int:
         """Remove what killed uploads left under a folder, and return how many those were.
 
         Uploads that still run are not told apart but by their age, so the caller knows that there
-        are none, or says how old is old enough. The empty name is the whole root.
+        are none, or says how old is old enough, or that only files are meant in whose names `of`
+        is. The empty name is the whole root.
         """
         ...
 

@@ -20,11 +20,11 @@ from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import complete_copy, copy_part
 from torch_ckpt.generations.litter import sweep
-from torch_ckpt.generations.shards import Shards, sizes_in
+from torch_ckpt.generations.shards import Shards
 from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.blocks import Placed, safetensors_header
 from torch_ckpt.manifest.commit import read_part
-from torch_ckpt.manifest.layout import attempts_in, part_name, shard_name, step_of_folder
+from torch_ckpt.manifest.layout import part_name, shard_name, step_of_folder
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.job import Job
 
@@ -141,6 +141,7 @@ class Cache:
         What the newest builds on stays.
         """
         catalog, run, bases = Catalog(self._store), newest.manifest.run, newest.manifest.bases
+        attempt = newest.manifest.attempt
         for one in catalog.committed():
             builds = one.manifest.run == run and one.step in bases
             if one.manifest.run != run or (one.step < newest.step and not builds):
@@ -150,14 +151,12 @@ class Cache:
             if step in bases:
                 continue
             if step is not None and step < newest.step:
-                sweep(self._store, folder, spare_attempts=())
+                sweep(self._store, folder)
                 continue
             # Folders of other names, and of steps from which the run went back: tries that are
             # over. What a peer is copying is newer, or of this save.
-            attempts = attempts_in(sizes_in(self._store, folder))
-            over = {one for one in attempts if is_stale(one, newest.manifest.attempt)}
-            if over:
-                sweep(self._store, folder, spare_attempts=attempts - over)
+            if sweep(self._store, folder, spare=lambda one: not is_stale(one, attempt)):
+                self._store.delete_folder(folder)
 
     def close(self) -> None:
         """Wait for copies that still run, though not for a disk that hangs."""

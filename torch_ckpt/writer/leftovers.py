@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from torch_ckpt.errors import CkptError
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.manifest.attempts import is_earlier, is_stale
-from torch_ckpt.manifest.layout import attempt_of, attempts_in, part_name, refusal_name, shard_name
+from torch_ckpt.manifest.layout import attempt_of, part_name, refusal_name, shard_name
 from torch_ckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,7 @@ def sweep_own(store: Store, folder: str, attempt: str) -> None:
     # A rank that failed between its vote and its report may have left a note too.
     notes = [n for n in names if attempt_of(n) == attempt and n.endswith(".failed")]
     _delete(store, folder, notes)
-    spared = {found for found in attempts_in(names) if not is_stale(found, attempt)}
-    sweep(store, folder, spare_attempts=spared | {attempt})
+    sweep(store, folder, spare=lambda one: one == attempt or not is_stale(one, attempt))
 
 
 def sweep_lost(store: Store, folders: Iterable[str], attempt: str) -> None:
@@ -84,9 +83,8 @@ def sweep_lost(store: Store, folders: Iterable[str], attempt: str) -> None:
     no manifest names then, none ever will.
     """
     for folder in folders:
-        attempts = attempts_in(entry.name for entry in store.entries(folder))
-        spared = {found for found in attempts if not is_earlier(found, attempt)}
-        sweep(store, folder, spare_attempts=spared)
+        sweep(store, folder, spare=lambda one: not is_earlier(one, attempt))
+        store.delete_folder(folder)
 
 
 def _delete(store: Store, folder: str, names: Iterable[str]) -> None:

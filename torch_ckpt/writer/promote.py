@@ -9,26 +9,17 @@ stores and documents. Knows nothing of when, or of which generations are worth i
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
-from torch_ckpt.errors import (
-    ArchiveTaken,
-    CkptError,
-    FormatError,
-    IntegrityError,
-    StorageError,
-    UnexpectedFile,
-)
+from torch_ckpt.errors import CkptError, FormatError, IntegrityError, StorageError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.copy import copy_part, lacks
 from torch_ckpt.generations.index import forget
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.generations.passage import Passage
-from torch_ckpt.generations.shards import Shards, missing_document, sizes_in
+from torch_ckpt.generations.shards import Shards, manifest_in, missing_document, sizes_in
 from torch_ckpt.manifest.attempts import is_stale
 from torch_ckpt.manifest.commit import (
     publish_manifest,
@@ -37,9 +28,10 @@ from torch_ckpt.manifest.commit import (
     write_latest,
 )
 from torch_ckpt.manifest.entries import BLOCK_BYTES
-from torch_ckpt.manifest.layout import LATEST, RUN, attempt_of, attempts_in, refusal_name
+from torch_ckpt.manifest.layout import LATEST, attempt_of, is_begun, refusal_name
 from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
+from torch_ckpt.writer.claim import claim
 from torch_ckpt.writer.leftovers import REFUSAL_LIMIT_BYTES, refusal
 from torch_ckpt.writer.recode import Recoder
 
@@ -89,24 +81,9 @@ class Promoter:
             ArchiveTaken: it is another run's.
             StorageError: nobody can tell whose it is, or storage did not answer.
         """
-        if run in self._claimed:
-            return
-        self.archive.make_folder("")
-        owner = owner_of(self.archive)
-        if owner is None and self._rank == 0:
-            owner = next((r for r in _runs_in(self.archive) if r != run), None)
-        if owner is None:
-            is_new = self.archive.put_new(RUN, document_of(run))
-            try:
-                owner = owner_of(self.archive)  # also ours, which a bad way may have changed
-            except StorageError:
-                owner = None
-            if is_new and owner != run:
-                self.archive.delete(RUN)
-                raise StorageError(f"{self.archive.url}/{RUN} did not arrive as it was sent")
-        if owner not in (None, run):
-            raise ArchiveTaken(archive=self.archive.url, owner=str(owner), run=run)
-        self._claimed.add(run)
+        if run not in self._claimed:
+            claim(self.archive, run, looks=self._rank == 0)
+            self._claimed.add(run)
 
     def has(self, generation: Generation) -> bool:
         """Whether the archive has committed this very generation, and its files are there.
@@ -244,7 +221,7 @@ class Promoter:
         """
         manifest = generation.manifest
         listed = sizes_in(self.archive, generation.folder)
-        attempts = {name: attempt_of(name) for name in listed}
+        attempts = {name: attempt_of(name) for name in listed if not is_begun(name)}
         there = {n: listed[n] for n, one in attempts.items() if one == manifest.attempt}
         if any(one not in (None, manifest.attempt) for one in attempts.values()):
             self._littered.add(generation.folder)
@@ -302,10 +279,22 @@ class Promoter:
             write_latest(self.archive, generation.folder)
         if generation.folder in self._littered:
             self._littered.discard(generation.folder)
-            # Other ranks may be sending what has this folder next.
-            attempts = attempts_in(sizes_in(self.archive, generation.folder))
-            newer = {one for one in attempts if not is_stale(one, manifest.attempt)}
-            sweep(self.archive, generation.folder, spare_attempts=newer - {manifest.attempt})
+            self._sweep(generation)
+
+    def _sweep(self, generation: Generation) -> None:
+        """Drop what others left in the folder, but for what ranks may be sending into it by now."""
+        attempt = generation.manifest.attempt
+
+        def may_come(one: str) -> bool:
+            if one == attempt:
+                return False
+            if not is_stale(one, attempt):
+                return True
+            # Of another session, perhaps the present one: what is sent was committed before.
+            now = manifest_in(self.primary, generation.folder)
+            return now is not None and now.attempt == one
+
+        sweep(self.archive, generation.folder, spare=may_come)
 
     def _insist_on_bases(self, generation: Generation) -> None:
         folder, shards = generation.folder, Shards(self.archive)
@@ -340,17 +329,25 @@ class Promoter:
         return now if now.attempt == generation.manifest.attempt else generation.manifest
 
     def _there(self, generation: Generation) -> dict[str, int]:
-        """The shards and parts of a generation that the archive has."""
+        """The files of a generation that the archive has, and has whole."""
         return {
             name: size
             for name, size in sizes_in(self.archive, generation.folder).items()
-            if attempt_of(name) == generation.manifest.attempt
+            if attempt_of(name) == generation.manifest.attempt and not is_begun(name)
         }
 
-    def tidy(self, folder: str = "", *, older_than_s: float = 0.0) -> None:
-        """Abort uploads that killed writers left under a folder, or anywhere if they are old."""
+    def tidy(self, generation: Generation) -> None:
+        """Abort uploads that killed writers left of a generation that is archived."""
+        # Others of this folder may be under way, of what has it next.
+        self._abort(generation.folder, of=f".{generation.manifest.attempt}.")
+
+    def tidy_old(self, older_than_s: float) -> None:
+        """Abort uploads that were left anywhere and are old."""
+        self._abort("", older_than_s=older_than_s)
+
+    def _abort(self, folder: str, *, older_than_s: float = 0.0, of: str = "") -> None:
         try:
-            aborted = self.archive.abort_uploads(folder, older_than_s=older_than_s)
+            aborted = self.archive.abort_uploads(folder, older_than_s=older_than_s, of=of)
         except (CkptError, OSError) as error:
             logger.debug("uploads left under %r stay: %s", folder, error)
         else:
@@ -360,34 +357,3 @@ class Promoter:
 
 def _rank_in(note: str) -> int:
     return int(note.removeprefix("rank-").partition(".")[0])
-
-
-def document_of(run: str) -> bytes:
-    """What `RUN.json` says."""
-    return json.dumps({"run": run}).encode("ascii")
-
-
-def _runs_in(archive: Store) -> set[str]:
-    """The runs whose generations an archive without a note has: it was filled by other means."""
-    return {one.manifest.run for one in Catalog(archive).committed()}
-
-
-def owner_of(archive: Store) -> str | None:
-    """The run that an archive says it belongs to; None if it does not say.
-
-    Raises:
-        StorageError: it says so in a way that nobody understands, or storage did not answer.
-    """
-    found: Any = None
-    with contextlib.suppress(UnexpectedFile, ValueError):
-        try:
-            found = json.loads(archive.get(RUN, limit=_NOTE_LIMIT_BYTES))
-        except FileNotFoundError:
-            return None
-    run = found.get("run") if isinstance(found, dict) else None
-    if isinstance(run, str):
-        return run
-    raise StorageError(
-        f"{archive.url}/{RUN} does not name the run whose archive this is: remove it if nothing "
-        "else is there, or give this run a prefix of its own"
-    )

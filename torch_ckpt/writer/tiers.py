@@ -241,7 +241,7 @@ class Tiers:
         """Once, and last: nobody waits for it, and an archive that is down takes its time."""
         promoter, self._untidy = self._untidy, None
         if promoter is not None and self._rank == 0:
-            promoter.tidy(older_than_s=_ABANDONED_S)
+            promoter.tidy_old(_ABANDONED_S)
 
     def _take_on(self, promoter: Promoter, one: Generation) -> None:
         """One generation: this rank's share, and on rank 0 the commit once all are there."""
@@ -272,7 +272,7 @@ class Tiers:
             self._over(one)
         elif promoter.complete(one) and self._ledger.has_bases(one):  # else in a later round
             promoter.commit(one)
-            promoter.tidy(one.folder)
+            promoter.tidy(one)
             self._over(one)
             logger.info("step %d is archived in %s", one.step, promoter.archive.url)
             self._prune(promoter, one.manifest.run)

@@ -131,7 +131,7 @@ def test_delete_stopped_anywhere_leaves_the_generation_or_litter(store: Store) -
         for one in catalog.committed():
             assert verify(store, one).ok
         assert len(catalog.committed()) == (2 if nth == 1 else 1)
-        sweep(store, doomed.folder, spare_attempts=())
+        sweep(store, doomed.folder)
         for one in catalog.committed():
             catalog.delete(one)
 
@@ -198,11 +198,11 @@ def test_litter_is_what_a_save_made_and_no_manifest_names(store: Store) -> None:
     names = litter(store, store.folders())
     assert f"{kept.folder}/{stray}" in names
     assert len(names) == 1 + 4
-    spared = sweep(store, crashed.folder, spare_attempts={"cccccccc"})
+    spared = sweep(store, crashed.folder, spare=lambda one: one == "cccccccc")
     assert len(spared) == 2
-    sweep(store, crashed.folder, spare_attempts=())
+    sweep(store, crashed.folder)
     assert files(store, crashed.folder) == {"notes.txt"}
-    sweep(store, kept.folder, spare_attempts=())
+    sweep(store, kept.folder)
     assert verify(store, kept).ok
     assert "notes.txt" in files(store, kept.folder)
 
@@ -210,10 +210,10 @@ def test_litter_is_what_a_save_made_and_no_manifest_names(store: Store) -> None:
 def test_an_empty_folder_goes_unless_a_save_may_be_about_to_fill_it(store: Store) -> None:
     store.make_folder("step-0000000009")
     Path(store.url, "somebody's").mkdir()
-    sweep(store, "step-0000000009", spare_attempts={"cccccccc"})
-    sweep(store, "somebody's", spare_attempts=())
+    sweep(store, "step-0000000009", spare=lambda one: one == "cccccccc")
+    sweep(store, "somebody's")
     assert store.folders() == ["somebody's", "step-0000000009"]
-    sweep(store, "step-0000000009", spare_attempts=())
+    sweep(store, "step-0000000009")
     assert store.folders() == ["somebody's"]
 
 
@@ -223,5 +223,5 @@ def test_nothing_is_swept_where_nobody_can_tell_what_belongs(store: Store, victi
     name = kept.manifest.parts[0].name if victim == "part" else victim
     os.truncate(Path(store.url, kept.folder, name), 10)
     before = files(store, kept.folder)
-    assert sweep(store, kept.folder, spare_attempts=()) == []
+    assert sweep(store, kept.folder) == []
     assert files(store, kept.folder) == before
