@@ -47,7 +47,7 @@ class Requests:
         refuses it wants to be left alone. Without it obstore repeats everything at once.
         """
         self._url, self._clients, self._pause_asked = url, clients, pause_asked
-        self._made: dict[tuple[float, bool, int | None, float], Any] = {}
+        self._made: dict[tuple[float, bool, int | None], Any] = {}
         self._pause_s, self._until = FIRST_PAUSE_S, float("-inf")
         self._unheard = pause_asked is not None
         self._lock, self._asking = threading.Lock(), threading.Lock()
@@ -91,13 +91,20 @@ class Requests:
     ) -> Any:
         """A client whose deadline is `patience` times the ordinary one; `alone`: for deletions."""
         with self._lock:
-            key = patience, alone, retries, self._pause_s
+            key = patience, alone, retries
             if (client := self._made.get(key)) is None:
                 clients = self._clients
                 make = clients.single if alone else clients.client
                 client = make(patience, retries=retries, pause_s=self._pause_s)
                 self._made[key] = client
             return client
+
+    def _be_slow(self, pause_s: float) -> None:
+        """Let obstore repeat what failed after such pauses from now on."""
+        with self._lock:
+            if pause_s != self._pause_s:
+                self._made.clear()  # a server may ask for another pause each time, for hours
+            self._pause_s = pause_s
 
     def upload_tries(self) -> tuple[int | None, ...]:
         """How often obstore repeats a part, in each of the tries of a whole upload."""
@@ -122,7 +129,7 @@ class Requests:
             self._unheard = False
             if pause_s is None:
                 return
-            self._pause_s = min(pause_s, _LONGEST_PAUSE_S)
+            self._be_slow(min(pause_s, _LONGEST_PAUSE_S))
             self._until = time.monotonic() + pause_s
         refused = f"{self._url} puts requests off: {cause_of(error)}"
         raise ServerBusy(refused, retry_after_s=pause_s)

@@ -43,6 +43,6 @@ def _seconds(header: str, sent: str) -> float:
     except ValueError:
         try:
             return (parsedate_to_datetime(header) - parsedate_to_datetime(sent)).total_seconds()
-        except (TypeError, ValueError):  # no dates, or one without its zone
+        except (TypeError, ValueError, OverflowError):  # no dates, one without its zone, no year
             return 0.0
     return seconds if math.isfinite(seconds) else 0.0

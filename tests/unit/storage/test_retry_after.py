@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -10,14 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from obstore.exceptions import GenericError
 
 from tests.s3.proxy import Proxy
 from tests.s3.rules import SLOW_DOWN, Answer, Request, Reset, Rule, retry_after
 from tests.s3.servers import Server, options_for
 from tests.suites.store_suite import StoreSuite, source
 from torch_ckpt.errors import ServerBusy, StorageError
+from torch_ckpt.storage.clients import translate
 from torch_ckpt.storage.outgoing import PART_BYTES
 from torch_ckpt.storage.remote import open_fsspec
+from torch_ckpt.storage.requests import Requests
 from torch_ckpt.storage.retry_after import LONGEST_S, pause_asked
 from torch_ckpt.storage.store import Store, open_store
 
@@ -50,7 +54,12 @@ class TestUnhurriedStore(StoreSuite):
         ("-5", None, None),
         ("nan", None, None),
         ("inf", None, None),
+        ("9" * 10_000_000, None, None),
+        ("-1e999", None, None),
         ("soon", NOON, None),
+        ("Mon, 30 Nov 99999999999999999999 12:00:00 GMT", NOON, None),
+        ("Mon, 30 Nov 2026 12:00:00 +99999999999999999999", NOON, None),
+        (LATER, "Mon, 30 Nov 99999999999999999999 12:00:00 GMT", None),
         ("", None, None),
         (None, None, None),
     ],
@@ -59,6 +68,21 @@ def test_a_header_means_seconds_or_nothing(
     header: str | None, sent: str | None, seconds: float | None
 ) -> None:
     assert pause_asked(header, sent) == seconds
+
+
+def test_a_server_that_asks_for_another_pause_each_time_costs_no_memory() -> None:
+    clients, _ = translate("s3://bucket/run", options_for("http://127.0.0.1:1"))
+    pauses = (1e-6 * nth for nth in itertools.count(1))
+    requests = Requests("s3://bucket/run", clients, lambda writes: next(pauses))
+
+    def refused(client: Any) -> None:
+        raise GenericError("status code: 503 Slow Down")
+
+    for _ in range(50):
+        with pytest.raises(ServerBusy):
+            requests.ask(refused)
+        time.sleep(0.001)
+    assert len(requests._made) <= 2
 
 
 @pytest.fixture
