@@ -17,6 +17,9 @@ from torch_ckpt.generations.retention import Retention
 _REMEMBERED = 256
 """Archived generations whose summaries are kept to judge the rest by."""
 
+_REFUSED = 8
+"""Refusals that are looked at again: each costs a listing a minute."""
+
 Id = tuple[int, str]
 """Step and attempt."""
 
@@ -35,8 +38,9 @@ class Ledger:
         self._sent: set[Id] = set()
         self._passed: set[Id] = set()
         """Those that will never be archived, and why is said."""
-        self._given_up: set[str] = set()
-        """Folders that the user removed before the archive had them."""
+        self._refused: dict[Id, Generation] = {}
+        self._given_up: set[Id] = set()
+        """Those that the user removed before the archive had them."""
         self._bases: dict[Id, frozenset[Id]] = {}
         """What some build on, where the steps that manifests tell are of several attempts."""
         self._lock = threading.RLock()
@@ -73,15 +77,33 @@ class Ledger:
             self._bases.pop(one.id, None)
             # A summary stays, to judge others by.
             self._known[one.id] = replace(one, manifest=replace(one.manifest, parts=()))
-            if not archived or one.folder not in self._given_up:
-                return False
-            self._given_up.discard(one.folder)
-            return True
+            was_given_up = one.id in self._given_up
+            self._given_up.discard(one.id)
+            return archived and was_given_up
 
-    def give_up(self, folder: str) -> None:
-        """The user removed what is in a folder, and the archive is to have it first."""
+    def give_up(self, one: Generation) -> None:
+        """The user removed it, and the archive is to have it first."""
         with self._lock:
-            self._given_up.add(folder)
+            self._given_up.add(one.id)  # not its folder, which may soon be another's
+
+    def refused(self, one: Generation) -> None:
+        """Nobody will send it, as far as this rank can tell; that was noted for rank 0."""
+        with self._lock:
+            self._refused[one.id] = one
+            for key in sorted(self._refused)[:-_REFUSED]:
+                del self._refused[key]
+
+    def take_up_again(self, one: Generation) -> None:
+        """Rank 0 found that its share can be sent."""
+        with self._lock:
+            self._refused.pop(one.id, None)
+            self._passed.discard(one.id)
+            self._known[one.id] = one
+
+    def doubted(self) -> list[Generation]:
+        """Those that this rank refused, of which rank 0 may find that it was wrong."""
+        with self._lock:
+            return list(self._refused.values())
 
     def forget(self) -> None:
         """Keep what is needed to judge by: in a long run that is not everything."""

@@ -184,6 +184,14 @@ class Promoter:
             text = reason.encode("utf-8", "replace")[:REFUSAL_LIMIT_BYTES]
             self.archive.put(f"{generation.folder}/{name}", text)
 
+    def is_noted(self, generation: Generation) -> bool:
+        """Whether this rank's refusal is in the archive still: rank 0 removes one that is not true.
+
+        Once rank 0 has sent its own share it looks no more, so no share is refused for ever.
+        """
+        name = refusal_name(self._rank, generation.manifest.attempt)
+        return name in sizes_in(self.archive, generation.folder)
+
     def _mend(self, generation: Generation, there: Mapping[str, int]) -> None:
         """Take back what an earlier run noted and what is not so any more.
 

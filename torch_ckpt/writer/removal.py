@@ -16,7 +16,7 @@ from torch_ckpt.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-LetGo = Callable[[Store, str, Generation], bool]
+LetGo = Callable[[Store, Generation], bool]
 
 
 class Removals:
@@ -57,7 +57,7 @@ class Removals:
         catalog = Catalog(store)
         try:
             generation = catalog.find(folder=folder)
-            if self._let_go is not None and not self._let_go(store, folder, generation):
+            if self._let_go is not None and not self._let_go(store, generation):
                 logger.info("%s is removed once the archive has it", folder)
                 return
             if not delete_unlent(catalog, generation):

@@ -120,15 +120,18 @@ class Tiers:
                 over=lambda key: True,
             )
 
-    def let_go(self, store: Store, folder: str, generation: Generation) -> bool:
+    def let_go(self, store: Store, generation: Generation) -> bool:
         """Whether a generation that the user gave up may be deleted now.
 
         If not, it goes once the archive has it.
         """
-        if store.url != self._open_primary().url or self.pinned(generation) is None:
+        if store.url != self._open_primary().url:
             return True
-        self._ledger.give_up(folder)
-        return False
+        with self._lock:  # the archive may get it just now
+            if self.pinned(generation) is None:
+                return True
+            self._ledger.give_up(generation)
+            return False
 
     def finish(self, hurried: Callable[[], bool]) -> None:
         """The trainer has ended: go on for a while, unless somebody waits for this writer."""
@@ -155,8 +158,9 @@ class Tiers:
         pause = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             try:
-                busy = self._round()
-                pause = min(pause * 2, _POLL_S) if busy else _LONGEST_PAUSE_S
+                longest = _POLL_S if self._round() else _LONGEST_PAUSE_S
+                rests = longest > _POLL_S and not self._ledger.doubted()
+                pause = longest if rests else min(pause * 2, longest)
                 self._setbacks.round_went()
             except _Stopped:
                 return
@@ -208,6 +212,9 @@ class Tiers:
                 codec=self.options.codec,
             )
         self._adopt(primary, promoter)
+        for one in self._ledger.doubted():
+            if not promoter.is_noted(one):
+                self._ledger.take_up_again(one)
         for one in self._setbacks.begin(self._waiting()):
             if self._stopping.is_set():
                 raise _Stopped
@@ -220,6 +227,8 @@ class Tiers:
                     logger.error("step %d is damaged and is not promoted: %s", one.step, refusal)
                 reason = f"it is damaged: {refusal}" if refusal.damage else f"{refusal}"
                 self._over(one, reason=reason)
+                if refusal.damage and self._rank != 0:
+                    self._ledger.refused(one)
                 self._setbacks.went()
             except Exception as error:  # whatever a backend raises: the others have their turn
                 if self._setbacks.failed(one, error):

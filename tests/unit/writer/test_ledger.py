@@ -50,10 +50,22 @@ def test_what_was_given_up_goes_once_it_is_archived_and_only_then() -> None:
     ledger = Ledger(None, unread)
     for step in (1, 2):
         ledger.learn(one(step))
-        ledger.give_up(one(step).folder)
+        ledger.give_up(one(step))
     assert not ledger.over(one(1), archived=False)
     assert ledger.over(one(2), archived=True)
     assert not ledger.over(one(2), archived=True)
+
+
+def test_what_has_the_folder_of_one_that_was_given_up_is_not_given_up() -> None:
+    first, second = (
+        samples.generation(step, folder="last.ckpt", attempt=f"0123a00{step}") for step in (1, 2)
+    )
+    ledger = Ledger(None, unread)
+    ledger.learn(first)
+    ledger.give_up(first)
+    ledger.learn(second)
+    ledger.over(first, archived=False)  # it was overwritten before it was promoted
+    assert not ledger.over(second, archived=True)
 
 
 def test_a_base_of_another_attempt_is_neither_there_nor_lost() -> None:
