@@ -282,8 +282,8 @@ class CheckpointCallback(_Base):
             self._save(trainer, block="staged")
         session.wait()
         trainer.strategy.barrier("the last generation is committed")  # for those who look at once
-        report_last(session, trainer)
         self._best = self._best_of(self._options.committed())
+        report_last(session, trainer)  # last: a user's logger may raise
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_ckpt.private import Trainer
+from lightning_ckpt.private import Trainer, logger_step
 from lightning_ckpt.session import Session
 
 
@@ -32,7 +32,7 @@ def report_last(session: Session, trainer: Trainer) -> None:
         return
     trainer.logged_metrics.update(numbers)
     for each in trainer.loggers if trainer.is_global_zero else ():
-        each.log_metrics(numbers, step=trainer.global_step)
+        each.log_metrics(numbers, step=logger_step(trainer))
 
 
 def _numbers(session: Session, trainer: Trainer) -> dict[str, float]:

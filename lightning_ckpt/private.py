@@ -27,6 +27,11 @@ def stops_early(trainer: Trainer) -> bool:
     return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
 
 
+def logger_step(trainer: Trainer) -> int:
+    """The step at which loggers are given numbers: batches that stepped, not optimizer steps."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
 def slurm_checkpoint(trainer: Trainer) -> str | None:
     """The `hpc_ckpt_*.ckpt` that Lightning prefers to everything else when it runs under SLURM."""
     return trainer._checkpoint_connector._hpc_resume_path

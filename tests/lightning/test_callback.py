@@ -132,6 +132,37 @@ def test_one_info_line_a_save_and_numbers_in_logged_metrics(
     assert logged["ckpt/persist_s"] > 0
 
 
+class Recorder(CSVLogger):
+    """Keeps at which steps it was given numbers."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.steps: list[int | None] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.steps.append(step)
+
+
+def test_the_last_numbers_come_at_a_step_as_lightning_counts_them_for_loggers(
+    tmp_path: Path,
+) -> None:
+    logger = Recorder(tmp_path)
+    fit(tmp_path, saving(tmp_path), model=TwoOptimizers(), max_epochs=1, logger=logger)
+    assert logger.steps[-1] == 8, "batches, of which each has two optimizer steps"
+
+
+def test_a_logger_that_raises_at_the_end_takes_no_save_with_it(tmp_path: Path) -> None:
+    class Broken(CSVLogger):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "ckpt/lag_steps" in metrics and metrics["ckpt/lag_steps"] == 0 and step == 8:
+                raise ConnectionError("no such host")
+
+    callback = saving(tmp_path, every_n_steps=8)
+    with pytest.raises(ConnectionError, match="no such host"):
+        fit(tmp_path, callback, max_epochs=1, logger=Broken(tmp_path))
+    assert sorted(generations(tmp_path)) == [8]
+
+
 def test_without_a_logger_no_metric_is_added(tmp_path: Path) -> None:
     assert not any(
         name.startswith("ckpt/") for name in fit(tmp_path, saving(tmp_path)).logged_metrics
