@@ -227,7 +227,8 @@ class TestUploads:
         assert len(left) == 1
         assert re.fullmatch(r"shard\.[0-9a-f]{8}\.tmp", left[0])
         assert store.abort_uploads("g", older_than_s=3600.0) == 0
-        assert store.abort_uploads("") == 1
+        assert store.abort_uploads("g", of="other") == 0
+        assert store.abort_uploads("", of="shard") == 1
         assert [entry.name for entry in store.entries("g")] == ["manifest.json"]
 
     def test_an_upload_into_a_missing_folder_is_refused_by_name(self, store: Store) -> None:

@@ -196,7 +196,9 @@ class TestAborting:
         others = [f"{root}/g-2/shard", f"{root}-other/g/shard", f"other/{root}/g/shard"]
         for key in (f"{root}/g/a", f"{root}/g/b", f"{root}/g/a", *others):
             begin(server, key)
-        assert store.abort_uploads("g") == 3
+        assert store.abort_uploads("g", of="b") == 1
+        assert store.abort_uploads("g", of=root) == 0, "of the name, not of what is before it"
+        assert store.abort_uploads("g") == 2
         assert store.abort_uploads("g") == 0
         assert server.uploads(root) == [f"{root}-other/g/shard", f"{root}/g-2/shard"]
         assert store.abort_uploads("") == 1
