@@ -21,7 +21,7 @@ from torch_ckpt.generations.litter import litter as litter_in
 from torch_ckpt.generations.litter import sweep
 from torch_ckpt.generations.retention import Verdict, parse_rule
 from torch_ckpt.manifest.layout import step_of_folder
-from torch_ckpt.writer.orphan import writer_of
+from torch_ckpt.writer.orphan import is_sent_to, writer_of
 
 
 @click.command()
@@ -122,7 +122,7 @@ def _require_quiet(place: Place, left: Mapping[str, Sequence[str]]) -> None:
         ranks |= set(range(one.manifest.world_size))
     for rank in sorted(ranks):
         writer = writer_of(place.store.url, rank)
-        if writer is not None:
+        if writer is not None or is_sent_to(place.store.url, rank):
             who = f"process {writer}" if writer else "a process"
             raise NoSuchThing(
                 f"{who} is writing {place.store.url}; its files are no litter: wait until it has "

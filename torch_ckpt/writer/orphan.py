@@ -25,24 +25,52 @@ logger = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _ASK_AGAIN_S = 0.1
 _HURRY = b"hurry"
+_TIER = "\ntier"
 _DYING_S = 3.0
 """A trainer that was killed a moment ago can look alive to its writer for so long."""
 
 
-def address(root: str, rank: int) -> str:
+def address(root: str, rank: int, kind: str = "") -> str:
     """The abstract socket of a run's writer on this node, however the root is spelt."""
-    who = f"{os.getuid()}\n{place_of(root)}\n{rank}"
+    who = f"{os.getuid()}\n{place_of(root)}\n{rank}{kind}"
     key = hashlib.sha256(who.encode(errors="surrogateescape")).hexdigest()[:24]
     return f"\0torch-ckpt-{key}"
 
 
 def listen(root: str, rank: int) -> socket.socket | None:
     """Claim the address; None if another writer has it or this system has no such sockets."""
+    return _bound(address(root, rank))
+
+
+def claim_tier(place: str, rank: int) -> socket.socket | None:
+    """Show, while the socket is open, that a writer sends files to an archive or a cache.
+
+    At an address of its own: whoever reads that tier as a root waits for nobody.
+    """
+    return _bound(address(place, rank, _TIER))
+
+
+def is_sent_to(place: str, rank: int) -> bool:
+    """Whether a writer on this node sends files of a rank to an archive or a cache."""
+    if not sys.platform.startswith("linux"):
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        caller.setblocking(False)
+        try:
+            caller.connect(address(place, rank, _TIER))
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:  # nobody answers there, so its queue of callers may be full
+            return True
+    return True
+
+
+def _bound(name: str) -> socket.socket | None:
     if not sys.platform.startswith("linux"):
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(address(root, rank))
+        listener.bind(name)
         listener.listen(16)
     except OSError:
         listener.close()

@@ -28,6 +28,7 @@ from torch_ckpt.writer.cache import Cache
 from torch_ckpt.writer.follow import Follower, generation_of
 from torch_ckpt.writer.job import Job
 from torch_ckpt.writer.ledger import Ledger
+from torch_ckpt.writer.orphan import claim_tier
 from torch_ckpt.writer.promote import Promoter, PromotionRefused
 from torch_ckpt.writer.setbacks import Setbacks
 from torch_ckpt.writer.tier_options import TierOptions
@@ -85,6 +86,8 @@ class Tiers:
             gone=self._gone,
             over=self._wake.set,
         )
+        places = [place for place in (options.archive, options.cache) if place is not None]
+        self._claims = [claim_tier(place, rank) for place in places]
         self._thread = threading.Thread(target=self._run, name="ckpt-tiers", daemon=True)
         self._thread.start()
 
@@ -144,6 +147,8 @@ class Tiers:
         self._thread.join(_STOP_S)  # a request that hangs has a deadline of its own
         if self.cache is not None:
             self.cache.close()
+        for claim in filter(None, self._claims):
+            claim.close()
         waiting = [one.step for one in self._waiting()]
         if waiting and self._rank == 0:
             logger.warning(

@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.unit.cli.conftest import Cli, flip, on_terminal, shard_in
+from torch_ckpt import Checkpointer
 from torch_ckpt.writer.orphan import listen
 
 
@@ -145,6 +147,28 @@ def test_litter_of_a_run_that_is_being_written_is_none(cli: Cli, root: Path) -> 
     assert done.code == 2
     assert "is writing" in done.err
     assert stray.exists()
+
+
+def test_litter_of_an_archive_and_a_cache_that_a_writer_fills_is_none(
+    cli: Cli, tmp_path: Path
+) -> None:
+    archive, cache = tmp_path / "archive", tmp_path / "cache"
+    strays = [
+        tier / "step-0000000009" / "rank-00000.0badcafe.part.json" for tier in (archive, cache)
+    ]
+    with Checkpointer(tmp_path / "run", archive=str(archive), cache=str(cache)) as checkpointer:
+        checkpointer.save({"x": torch.ones(3)}, 1)
+        checkpointer.wait("archived")
+        for stray in strays:
+            stray.parent.mkdir()
+            stray.write_bytes(b"half")
+            done = cli("prune", stray.parent.parent, "--litter", "--yes")
+            assert done.code == 2
+            assert "is writing" in done.err
+            assert stray.exists()
+    for stray in strays:
+        assert cli("prune", stray.parent.parent, "--litter", "--yes").code == 0
+        assert not stray.exists()
 
 
 @pytest.mark.parametrize(
