@@ -153,12 +153,10 @@ def test_litter_of_an_archive_and_a_cache_that_a_writer_fills_is_none(
     cli: Cli, tmp_path: Path
 ) -> None:
     archive, cache = tmp_path / "archive", tmp_path / "cache"
-    strays = [
-        tier / "step-0000000009" / "rank-00000.0badcafe.part.json" for tier in (archive, cache)
-    ]
+    left = "step-0000000009/rank-00000.0badcafe.safetensors"
+    strays = [archive / left, cache / left]
     with Checkpointer(tmp_path / "run", archive=str(archive), cache=str(cache)) as checkpointer:
-        checkpointer.save({"x": torch.ones(3)}, 1)
-        checkpointer.wait("archived")
+        checkpointer.save({"x": torch.ones(3)}, 1).wait("archived")
         for stray in strays:
             stray.parent.mkdir()
             stray.write_bytes(b"half")
