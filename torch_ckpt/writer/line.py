@@ -37,6 +37,8 @@ class Line:
     def __init__(self) -> None:
         self._unseen: deque[_Share] = deque(maxlen=_REMEMBERED)
         """Saves that nobody has been seen to commit, oldest first."""
+        self._passed_over: list[_Share] = []
+        """Those of them that came before one that was seen to be committed."""
         self._whole: _Share | None = None
         """The last generation that builds on nothing, on any rank, and has lost nothing."""
         self._newest: Job | None = None
@@ -68,11 +70,7 @@ class Line:
             logger.debug("nothing is built on: %s", error)
             self._whole = None  # it may be what cannot be read, and must not be asked for again
             return {}
-        for share in list(self._unseen):
-            found = there.get(share.job.folder)
-            if found is not None and found.manifest.attempt == share.job.attempt:
-                self._unseen.remove(share)
-                self._pass(share, found.manifest)
+        self._take_in(there)
         return there
 
     def goes_on(self, job: Job, full_every: int) -> bool:
@@ -102,6 +100,23 @@ class Line:
         if whole is None or not follows(job, whole.job):
             return ()
         return whole.lenders if are_sound(needed((), whole.job), there) else ()
+
+    def _take_in(self, there: Mapping[str, Generation]) -> None:
+        lacking: list[_Share] = []
+        before, self._passed_over = self._passed_over, []
+        for share in list(self._unseen):
+            found = there.get(share.job.folder)
+            if found is not None and found.manifest.attempt == share.job.attempt:
+                self._unseen.remove(share)
+                self._pass(share, found.manifest)
+                self._passed_over += lacking
+                lacking = []
+            elif any(share is one for one in before):
+                # Commits come in order. At the second look, since the first one may have asked
+                # for it just before its commit and for the later one just after.
+                self._unseen.remove(share)
+            else:
+                lacking.append(share)
 
     def _pass(self, share: _Share, manifest: Manifest) -> None:
         if not manifest.bases:
