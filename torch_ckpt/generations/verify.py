@@ -15,10 +15,11 @@ from torch_ckpt.errors import FormatError, IntegrityError, StorageError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.header import check_header, is_raw
 from torch_ckpt.generations.read import BlockReader
-from torch_ckpt.manifest.commit import check_parts, read_manifest, read_part
+from torch_ckpt.manifest.commit import read_manifest, read_part
 from torch_ckpt.manifest.digest import xxh3_hex
 from torch_ckpt.manifest.layout import MANIFEST
 from torch_ckpt.manifest.schema import Part
+from torch_ckpt.manifest.whole import check_parts
 from torch_ckpt.storage.store import Store
 
 Progress = Callable[[int, int], None]

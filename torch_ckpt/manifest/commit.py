@@ -12,7 +12,7 @@ from functools import partial
 from typing import TypeVar
 
 from torch_ckpt.errors import FormatError, IntegrityError, StorageError
-from torch_ckpt.manifest.digest import Bytes, sha256_hex
+from torch_ckpt.manifest.digest import sha256_hex
 from torch_ckpt.manifest.layout import LATEST, MANIFEST, part_name
 from torch_ckpt.manifest.parse import parse_manifest, parse_part
 from torch_ckpt.manifest.schema import Manifest, Part, StoredFile, Vote
@@ -21,7 +21,6 @@ from torch_ckpt.manifest.whole import Whole, check_own, check_parts
 from torch_ckpt.storage.store import Store
 
 _Document = TypeVar("_Document")
-_Data = TypeVar("_Data", bound=Bytes)
 
 MANIFEST_LIMIT_BYTES = 64 << 20
 """A manifest is O(ranks); a longer file is not one."""
@@ -147,10 +146,7 @@ def read_part_bytes(store: Store, folder: str, stored: StoredFile) -> bytes:
 
 def _checked(store: Store, folder: str, stored: StoredFile) -> bytes:
     data = store.get(f"{folder}/{stored.name}", limit=PART_LIMIT_BYTES)
-    return _check(data, stored, _url(store, folder, stored.name))
-
-
-def _check(data: _Data, stored: StoredFile, url: str) -> _Data:
+    url = _url(store, folder, stored.name)
     if len(data) != stored.bytes:
         reason = f"it has {len(data)} bytes, the manifest says {stored.bytes}"
         raise IntegrityError(file=url, offset=min(len(data), stored.bytes), reason=reason)

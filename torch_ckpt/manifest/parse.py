@@ -1,7 +1,7 @@
 """Documents from outside: bytes in, a Manifest or a Part out, or a refusal that says why.
 
 Every byte here may have been damaged or planted, so nothing is believed before it was checked.
-Knows the schema. Knows nothing of stores; what holds between documents is `commit.check_parts`.
+Knows the schema. Knows nothing of stores; what holds between documents is `whole.check_parts`.
 """
 
 from __future__ import annotations
@@ -234,7 +234,8 @@ def _document(
 
 def _load(data: Bytes, file: str) -> Json:
     try:
-        doc = json.loads(str(data, "ascii"), parse_constant=_no_constant)
+        text = str(data, "ascii")
+        doc = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
         refuse(file, f"is nested more than {MAX_DEPTH} deep")
     except ValueError as error:
@@ -261,14 +262,18 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not a JSON number")
 
 
+def _finite(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"{text[:40]} is no finite number")
+    return number
+
+
 def _check_own_digest(doc: dict[str, Any], data: bytes, *, file: str) -> None:
     body = {key: value for key, value in doc.items() if key != "sha256"}
-    try:
-        found = sha256_hex(canonical_json(body))
-        # Every byte counts: other spellings of the same values were not written by a commit.
-        canonical = canonical_json(doc) == data
-    except ValueError as error:  # a number too large for a float reads as infinite
-        raise FormatError(file=file, reason=f"holds a value that JSON has not: {error}") from error
+    found = sha256_hex(canonical_json(body))
+    # Every byte counts: other spellings of the same values were not written by a commit.
+    canonical = canonical_json(doc) == data
     if doc["sha256"] != found or not canonical:
         raise IntegrityError(
             file=file,

@@ -92,6 +92,15 @@ def test_a_block_that_cuts_an_element_in_two_is_refused(first: int, refused: boo
         parse_part(part.dump(), file="part")
 
 
+@pytest.mark.parametrize("number", ["1e999", "-1e999"])
+def test_a_number_beyond_all_floats_is_refused(number: str) -> None:
+    # Python reads it as an infinity, which then has no JSON: nothing could pass it on.
+    data = PART.dump()
+    assert data.count(b'"tree":{') == 1
+    with pytest.raises(FormatError, match=f"is not JSON: {number} is no finite number"):
+        parse_part(data.replace(b'"tree":{', b'"tree":{"x":%s,' % number.encode()), file="part")
+
+
 def test_a_manifest_comes_back_as_it_was_written() -> None:
     found = parse_manifest(MANIFEST.dump(), file="manifest")
     assert math.isnan(found.metrics["odd"])

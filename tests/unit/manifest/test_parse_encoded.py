@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from tests import samples
 from torch_ckpt.errors import CkptError, FormatError
-from torch_ckpt.manifest.commit import check_parts
 from torch_ckpt.manifest.entries import BLOCK_BYTES, Block, Chunk, TensorEntry
 from torch_ckpt.manifest.index import MAX_CHAIN
 from torch_ckpt.manifest.parse import parse_manifest, parse_part
 from torch_ckpt.manifest.schema import ENCODED_FORMAT, Borrowed, Part, StoredFile
 from torch_ckpt.manifest.vote import vote_in
+from torch_ckpt.manifest.whole import check_parts
 
 RAW = 1024
 
