@@ -65,6 +65,15 @@ def test_a_part_that_arrives_changed_is_no_damage_and_keeps_nobody_waiting(
     assert found[0]["digest"] == found[1]["digest"]
 
 
+def test_what_a_peer_cannot_take_to_pieces_is_no_damage(
+    tmp_path: Path, committed: tuple[str, Generation]
+) -> None:
+    found = outcomes(tmp_path, committed[0], {1: "another version"})
+    for rank in range(3):
+        assert isinstance(found[rank], DisagreementError), found
+        assert "of rank 1 cannot be taken to pieces" in str(found[rank])
+
+
 def test_parts_that_do_not_belong_together_are_refused_on_every_rank(
     tmp_path: Path, committed: tuple[str, Generation]
 ) -> None:

@@ -41,14 +41,28 @@ def parts_together(store: Store, folder: str, manifest: Manifest, ranks: Ranks) 
         if not size:
             continue
         data = ranks.broadcast(mine if reader == ranks.rank else None, size, reader)
-        if xxh3_hex(data) == digest:
-            parts += unpacking.parts(data)
-            continue
-        # No damage: it was whole when it was sent. And not yet: the others would wait.
-        failure = failure or DisagreementError(
-            f"the parts that rank {reader} has read did not arrive on rank {ranks.rank} as they "
-            "were sent; look at the network between them, and start again"
-        )
+        try:
+            parts += _taken(unpacking, data, digest, reader, ranks.rank)
+        except Exception as error:  # not yet: the others would wait for this rank
+            failure = failure or error
     if failure is not None:
         raise failure
     return whole_of(store, folder, manifest, parts)
+
+
+def _taken(
+    unpacking: Unpacking, data: memoryview, digest: str, reader: int, rank: int
+) -> list[Part]:
+    """The parts that a rank has sent; what is wrong with them is no damage of a generation."""
+    if xxh3_hex(data) != digest:
+        raise DisagreementError(
+            f"the parts that rank {reader} has read did not arrive on rank {rank} as they were "
+            "sent; look at the network between them, and start again"
+        )
+    try:
+        return list(unpacking.parts(data))
+    except (LookupError, TypeError, ValueError) as error:
+        raise DisagreementError(
+            f"the parts of rank {reader} cannot be taken to pieces on rank {rank}; give all ranks "
+            f"one version of torch-ckpt ({error!r})"
+        ) from error
