@@ -40,10 +40,6 @@ class Needs:
         """By block, whether any rank needs it."""
         return self._unpacked(np.bitwise_or.reduce(self.rows, axis=0))
 
-    def both(self, other: Needs) -> Needs:
-        """What is in this table and in another one."""
-        return Needs(self.rows & other.rows, self.blocks)
-
     def alone(self) -> Iterator[np.ndarray]:
         """By rank, the blocks that no other rank needs."""
         once, twice = np.zeros_like(self.rows[0]), np.zeros_like(self.rows[0])
