@@ -127,7 +127,9 @@ def explained() -> Iterator[None]:
     try:
         yield
     except PickleRefused as error:
-        error.args = (f"{error}. In Lightning that is `fit(..., weights_only=False)`",)
+        move = "`allow_pickle=True` of the callback or the plugin"
+        move = f"`fit(..., weights_only=False)`; before 2.6, which has no such argument, {move}"
+        error.args = (f"{error}. In Lightning that is {move}",)
         raise
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
@@ -168,9 +170,11 @@ def test_custom_objects_need_weights_only_false_to_come_back(tmp_path: Path) -> 
     fit(tmp_path, saving(tmp_path), model=Net(extra=config), max_steps=4)
     folder = tmp_path / "custom"
     fit(folder, saving(folder), model=Net(extra=Custom()), max_steps=3)
-    with pytest.raises(PickleRefused, match="weights_only=False"):
+    with pytest.raises(PickleRefused, match=r"weights_only=False.*before 2\.6.*allow_pickle=True"):
         fit(folder, saving(folder), model=Net(), max_steps=4)
     starts = Starts()
-    fit(folder, saving(folder), starts, model=Net(), max_steps=4, weights_only=False)
-    fit(folder, saving(folder, allow_pickle=True), starts, model=Net(), max_steps=5)
-    assert starts.steps == [3, 4]
+    fit(folder, saving(folder, allow_pickle=True), starts, model=Net(), max_steps=4)
+    if "weights_only" in inspect.signature(pl.Trainer.fit).parameters:  # since Lightning 2.6
+        fit(folder, saving(folder), starts, model=Net(), max_steps=5, weights_only=False)
+        assert starts.steps == [3, 4]
+    assert starts.steps[0] == 3
