@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.entries import (
@@ -261,6 +261,7 @@ TREES = st.recursive(
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(TREES)
+@example({"": [], "$": {}})
 def test_any_tree_comes_back_exactly(tree: Any) -> None:
     assert same(tree, round_trip(tree))
 
