@@ -64,6 +64,11 @@ def largest(groups: Floats) -> Floats:
     return (groups.view("<u4") & np.uint32(0x7FFFFFFF)).max(axis=1).view("<f4")
 
 
+def groups_of(count: int) -> int:
+    """How many groups so many elements make; the last one may be short."""
+    return -(-count // GROUP)
+
+
 def spread(of_groups: NDArray, count: int) -> NDArray:
     """A value a group as a value an element."""
     return np.repeat(of_groups, GROUP)[:count]

@@ -72,7 +72,7 @@ class Fp8(Codec):
 
     def coded(self, words: Words, kind: int) -> tuple[Bytes, Bytes]:
         """A code for every number, which means nothing in escaped groups, and a scale a group."""
-        scales = np.empty(-(-len(words) // GROUP), np.uint8)
+        scales = np.empty(floats.groups_of(len(words)), np.uint8)
         codes = np.empty(len(words), np.uint8)
         with np.errstate(all="ignore"):  # groups with NaN, inf or surplus range are stored as is
             for start in range(0, len(words), streams.CHUNK_WORDS):
@@ -92,7 +92,7 @@ class Fp8(Codec):
         kind = cursor.header(self.mark, floats.ITEMSIZE, raw_bytes)
         itemsize = floats.ITEMSIZE[kind]
         count = raw_bytes // itemsize
-        scales = cursor.plane(-(-count // GROUP))
+        scales = cursor.plane(floats.groups_of(count))
         escaped = scales == ESCAPED
         if not (((scales >= LEAST) & (scales <= MOST)) | escaped).all():
             raise CodecError("a scale is out of range")

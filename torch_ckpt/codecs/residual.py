@@ -61,7 +61,7 @@ class LossyDelta(Codec):
         if kind is None:
             return None
         before, _ = streams.word_array(base, words.itemsize)
-        steps = np.empty(-(-len(words) // GROUP), "<u2")
+        steps = np.empty(floats.groups_of(len(words)), "<u2")
         codes = np.empty(len(words), "<u2")
         with np.errstate(all="ignore"):  # what overflows is stored exactly
             for start in range(0, len(words), streams.CHUNK_WORDS):
@@ -86,7 +86,7 @@ class LossyDelta(Codec):
         kind = cursor.header(MARK, floats.ITEMSIZE, raw_bytes)
         before, rest = streams.word_array(base, floats.ITEMSIZE[kind])
         count = len(before)
-        steps = cursor.words(-(-count // GROUP), 2)
+        steps = cursor.words(floats.groups_of(count), 2)
         escaped = steps == EXACT
         if not ((steps < INFINITE) | escaped).all():
             raise CodecError("a step is out of range")

@@ -18,12 +18,11 @@ from torch_ckpt.manifest.commit import (
     read_part,
     write_latest,
 )
-from torch_ckpt.manifest.layout import LATEST, MANIFEST, attempt_of, shard_name
+from torch_ckpt.manifest.layout import LATEST, MANIFEST, NOTE_LIMIT_BYTES, attempt_of, shard_name
 from torch_ckpt.manifest.schema import Manifest, Summary
 from torch_ckpt.storage.store import Store
 
 Unusable = (FormatError, IntegrityError)
-_LATEST_LIMIT_BYTES = 4096
 _READERS = 16
 """Manifests that are read at once from a remote root."""
 
@@ -278,7 +277,7 @@ class Catalog:
 
     def _repair_latest(self, folder: str) -> None:
         try:
-            latest = self.store.get(LATEST, limit=_LATEST_LIMIT_BYTES)
+            latest = self.store.get(LATEST, limit=NOTE_LIMIT_BYTES)
         except FileNotFoundError:
             return
         if latest.decode("utf-8", "surrogateescape").strip() != folder:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from torch_ckpt.errors import StorageError, UnexpectedFile
 from torch_ckpt.generations.catalog import Catalog, Generation
-from torch_ckpt.manifest.layout import LATEST
+from torch_ckpt.manifest.layout import LATEST, NOTE_LIMIT_BYTES
 from torch_ckpt.storage.store import Store
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ READING_ORDER: tuple[TierName, ...] = ("cache", "primary", "archive")
 PATIENCE_S = 5.0
 """How long a cache or an archive may give no sign of life while another tier would do."""
 
-_NOTE_LIMIT_BYTES = 4096
 _Answer = TypeVar("_Answer")
 
 
@@ -188,7 +187,7 @@ def _silent(
 def _lives(tier: Tier) -> bool:
     """Whether a tier answers a request of the smallest kind, whatever it answers."""
     try:
-        tier.store.get(LATEST, limit=_NOTE_LIMIT_BYTES)
+        tier.store.get(LATEST, limit=NOTE_LIMIT_BYTES)
     except (FileNotFoundError, UnexpectedFile):
         return True
     except StorageError:

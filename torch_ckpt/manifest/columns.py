@@ -22,7 +22,7 @@ from torch_ckpt.manifest.tables import (
     BlockTable,
     Heads,
     TensorTable,
-    coded,
+    by_kind,
     numbers,
 )
 
@@ -70,7 +70,7 @@ def _blocks(
     codecs: Mapping[str, bool],
 ) -> BlockTable | None:
     file, offset, stored, raw, sha256, xxh3, codec = zip(*map(block_fields, docs), strict=True)
-    kinds, which = coded(codec)
+    kinds, which = by_kind(codec)
     hashes = _digests(sha256, SHA256_BYTES), _digests(xxh3, XXH3_BYTES)
     based = _bases(docs, raw, codec, bases, codecs) if bases is not None else ()
     sound = (
@@ -168,7 +168,7 @@ def tensor_table(docs: Sequence[Any], raw_bytes: int) -> TensorTable | None:
 
 def _tensors(docs: Sequence[Any], raw_bytes: int) -> TensorTable | None:
     names, dtypes, shapes, chunks = zip(*map(tensor_fields, docs), strict=True)
-    kinds, which = coded(dtypes)
+    kinds, which = by_kind(dtypes)
     items = [DTYPES[dtype].itemsize for dtype in dtypes]
     dims = list(map(len, shapes))
     sound = (

@@ -15,6 +15,8 @@ INDEX = "INDEX.json"
 """Summaries of the manifests of a remote root, so that listing it takes few requests."""
 RUN = "RUN.json"
 """Which run an archive belongs to."""
+NOTE_LIMIT_BYTES = 4096
+"""What is longer is neither `LATEST` nor `RUN.json`."""
 
 _OURS = re.compile(
     r"rank-[0-9]{5,}\.(?P<attempt>[0-9a-f]{8})\.(safetensors|blocks|json|failed)(\.[0-9a-f]+\.tmp)?"

@@ -27,7 +27,7 @@ def numbers(values: Iterable[int]) -> memoryview:
     return memoryview(array("q", values))
 
 
-def coded(values: Sequence[str]) -> tuple[tuple[str, ...], bytes]:
+def by_kind(values: Sequence[str]) -> tuple[tuple[str, ...], bytes]:
     """The different ones among few kinds of values, and for each value which of them it is."""
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(values))}
     return tuple(kinds), bytes(map(kinds.__getitem__, values))
@@ -88,7 +88,7 @@ class BlockTable(_Table[Block]):
         """The same blocks as a table."""
         if isinstance(blocks, cls):
             return blocks
-        codecs, codec = coded([one.codec for one in blocks])
+        codecs, codec = by_kind([one.codec for one in blocks])
         based = any(one.base is not None for one in blocks)
         return cls(
             file=numbers(one.file for one in blocks),
@@ -225,7 +225,7 @@ class TensorTable(_Table[TensorEntry]):
         """The same tensors as a table."""
         if isinstance(tensors, cls):
             return tensors
-        dtypes, dtype = coded([one.dtype for one in tensors])
+        dtypes, dtype = by_kind([one.dtype for one in tensors])
         chunks = [chunk for one in tensors for chunk in one.chunks]
         heads = Heads.made(
             tuple(one.name for one in tensors),

@@ -24,8 +24,6 @@ from torch_ckpt.errors import DisagreementError
 from torch_ckpt.manifest.attempts import FAILED
 from torch_ckpt.sharding.differences import Fact, difference
 
-_WORD = 1 << 62
-
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:

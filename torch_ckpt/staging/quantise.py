@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from torch_ckpt.codecs.floats import GROUP, KINDS, LARGEST_POWER
+from torch_ckpt.codecs.floats import GROUP, KINDS, LARGEST_POWER, groups_of
 from torch_ckpt.codecs.fp8 import ESCAPED, LEAST
 from torch_ckpt.manifest.blocks import has_own_blocks
 from torch_ckpt.manifest.digest import xxh3_hex
@@ -161,7 +161,7 @@ def _write(live: torch.Tensor, codec: str, room: torch.Tensor) -> None:
         room[at : at + codes.numel()].copy_(codes, non_blocking=True)
         at += codes.numel()
         scales.append(of_part)
-    room[at : at + -(-at // GROUP)].copy_(torch.cat(scales), non_blocking=True)
+    room[at : at + groups_of(at)].copy_(torch.cat(scales), non_blocking=True)
 
 
 class Coding:
@@ -198,7 +198,7 @@ class Coding:
         """
         for start, (source, _, room) in list(self._done.items()):
             count = source.live.numel()
-            if bool((room[count : count + -(-count // GROUP)] == ESCAPED).any()):
+            if bool((room[count : count + groups_of(count)] == ESCAPED).any()):
                 del self._done[start]
                 yield source
 
@@ -211,4 +211,4 @@ class Coding:
     def spared(self) -> int:
         """Bytes that did not have to be copied."""
         counts = [(s.place.piece.bytes, s.live.numel()) for s, _, _ in self._done.values()]
-        return sum(size - count - -(-count // GROUP) for size, count in counts)
+        return sum(size - count - groups_of(count) for size, count in counts)

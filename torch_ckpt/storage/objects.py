@@ -205,8 +205,8 @@ class ObjectStore:
                 # Also this one is published only when its source says that it ends.
                 if next(source, None) is not None:
                     raise StorageError(f"{self._where(name)} was given more than {size} bytes")
-                put = self._requests.ask
-                put(obstore.put, key, data, use_multipart=False, patience=patience, writes=True)
+                ask = self._requests.ask
+                ask(obstore.put, key, data, use_multipart=False, patience=patience, writes=True)
             else:
                 before = self._tag(name)
                 obstore.put(

@@ -11,10 +11,8 @@ from typing import Any
 
 from torch_ckpt.errors import ArchiveTaken, StorageError, UnexpectedFile
 from torch_ckpt.generations.catalog import Catalog
-from torch_ckpt.manifest.layout import RUN
+from torch_ckpt.manifest.layout import NOTE_LIMIT_BYTES, RUN
 from torch_ckpt.storage.store import Store
-
-_NOTE_LIMIT_BYTES = 4096
 
 
 def claim(archive: Store, run: str, *, looks: bool) -> None:
@@ -25,13 +23,13 @@ def claim(archive: Store, run: str, *, looks: bool) -> None:
         StorageError: nobody can tell whose it is, or storage did not answer.
     """
     archive.make_folder("")
-    owner = owner_of(archive)
+    owner = _owner_of(archive)
     if owner is None and looks:
         owner = next((r for r in _runs_in(archive) if r != run), None)
     if owner is None:
-        is_new = archive.put_new(RUN, document_of(run))
+        is_new = archive.put_new(RUN, _document_of(run))
         try:
-            owner = owner_of(archive)  # also ours, which a bad way may have changed
+            owner = _owner_of(archive)  # also ours, which a bad way may have changed
         except StorageError:
             owner = None
         if is_new and owner != run:
@@ -41,7 +39,7 @@ def claim(archive: Store, run: str, *, looks: bool) -> None:
         raise ArchiveTaken(archive=archive.url, owner=str(owner), run=run)
 
 
-def document_of(run: str) -> bytes:
+def _document_of(run: str) -> bytes:
     """What `RUN.json` says."""
     return json.dumps({"run": run}).encode("ascii")
 
@@ -51,7 +49,7 @@ def _runs_in(archive: Store) -> set[str]:
     return {one.manifest.run for one in Catalog(archive).committed()}
 
 
-def owner_of(archive: Store) -> str | None:
+def _owner_of(archive: Store) -> str | None:
     """The run that an archive says it belongs to; None if it does not say.
 
     Raises:
@@ -60,7 +58,7 @@ def owner_of(archive: Store) -> str | None:
     found: Any = None
     with contextlib.suppress(UnexpectedFile, ValueError):
         try:
-            found = json.loads(archive.get(RUN, limit=_NOTE_LIMIT_BYTES))
+            found = json.loads(archive.get(RUN, limit=NOTE_LIMIT_BYTES))
         except FileNotFoundError:
             return None
     run = found.get("run") if isinstance(found, dict) else None

@@ -36,8 +36,6 @@ _NO_ANCHOR = (
     "its moments were copied as 8-bit codes, and this writer knows of no generation without loss "
     "any more that could stand beside them; the next save loses nothing"
 )
-_SHORT_S = 1.0
-"""Encoding that takes less is never left out: whoever saves so often waits for each save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

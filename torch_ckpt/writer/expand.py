@@ -42,7 +42,7 @@ def _expand(room: memoryview, codec: str, dtype: str, pool: Executor) -> None:
     import numpy as np  # a writer of raw shards starts without it
 
     from torch_ckpt.codecs import fp8
-    from torch_ckpt.codecs.floats import GROUP, ITEMSIZE, KINDS
+    from torch_ckpt.codecs.floats import GROUP, ITEMSIZE, KINDS, groups_of
 
     made = {one.name: one for one in (fp8.Fp8(), fp8.Fp8Sqrt())}.get(codec)
     if made is None or dtype not in KINDS:
@@ -50,7 +50,7 @@ def _expand(room: memoryview, codec: str, dtype: str, pool: Executor) -> None:
     kind = KINDS[dtype]
     values = np.frombuffer(room, f"<u{ITEMSIZE[kind]}")
     count, everything = len(values), np.frombuffer(room, np.uint8)
-    scales = everything[count : count + -(-count // GROUP)].copy()
+    scales = everything[count : count + groups_of(count)].copy()
     if not ((scales >= fp8.LEAST) & (scales <= fp8.MOST)).all():
         raise ValueError("a scale is out of range")
 

@@ -28,7 +28,7 @@ from torch_ckpt.manifest.commit import (
     write_latest,
 )
 from torch_ckpt.manifest.entries import BLOCK_BYTES
-from torch_ckpt.manifest.layout import LATEST, attempt_of, is_begun, refusal_name
+from torch_ckpt.manifest.layout import LATEST, NOTE_LIMIT_BYTES, attempt_of, is_begun, refusal_name
 from torch_ckpt.manifest.schema import Manifest, StoredFile
 from torch_ckpt.storage.store import Store
 from torch_ckpt.writer.claim import claim
@@ -36,8 +36,6 @@ from torch_ckpt.writer.leftovers import REFUSAL_LIMIT_BYTES, refusal
 from torch_ckpt.writer.recode import Recoder
 
 logger = logging.getLogger(__name__)
-
-_NOTE_LIMIT_BYTES = 4096
 
 
 class PromotionRefused(Exception):
@@ -321,7 +319,7 @@ class Promoter:
     def _is_newest(self, generation: Generation) -> bool:
         """Whether `LATEST` should name it: what is promoted later may be older."""
         try:
-            data = self.archive.get(LATEST, limit=_NOTE_LIMIT_BYTES)
+            data = self.archive.get(LATEST, limit=NOTE_LIMIT_BYTES)
             folder = data.decode("utf-8", "surrogateescape").strip()
             latest = Catalog(self.archive).read([folder]).get(folder)
         except (CkptError, OSError):

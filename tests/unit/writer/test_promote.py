@@ -10,6 +10,7 @@ import pytest
 
 from tests import samples
 from tests.faults import FaultyStore
+from tests.unit.writer.conftest import rank_of_two
 from torch_ckpt.errors import StorageError
 from torch_ckpt.generations.catalog import Catalog, Generation
 from torch_ckpt.generations.index import FRESH, write_index
@@ -20,16 +21,6 @@ from torch_ckpt.writer.promote import Promoter, PromotionRefused
 from torch_ckpt.writer.setbacks import Setbacks
 from torch_ckpt.writer.tier_options import TierOptions
 from torch_ckpt.writer.tiers import Tiers
-
-
-@pytest.fixture
-def primary(tmp_path: Path) -> LocalStore:
-    return LocalStore(str(tmp_path / "primary"))
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> FaultyStore:
-    return FaultyStore(LocalStore(str(tmp_path / "archive")))
 
 
 def promoter_of(primary: LocalStore, archive: FaultyStore) -> Promoter:
@@ -100,10 +91,6 @@ def test_an_archive_that_takes_nothing_is_not_asked_for_every_generation(
         setbacks.end()
     assert tried == waiting[:2]
     assert setbacks.begin(waiting) == [waiting[2], *waiting[:2]]
-
-
-def rank_of_two(primary: LocalStore, archive: FaultyStore, rank: int) -> Promoter:
-    return Promoter(primary, archive, rank=rank, world_size=2, pace=lambda count: None)
 
 
 def test_a_share_that_will_not_come_ends_the_wait_for_it(

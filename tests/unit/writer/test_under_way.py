@@ -12,26 +12,12 @@ import pytest
 
 from tests import samples
 from tests.faults import FaultyStore
+from tests.unit.writer.conftest import rank_of_two
 from torch_ckpt.generations.catalog import Generation
 from torch_ckpt.generations.verify import verify
 from torch_ckpt.storage.local import LocalStore
 from torch_ckpt.storage.store import Entry, Sink
 from torch_ckpt.writer.leftovers import sweep_own
-from torch_ckpt.writer.promote import Promoter
-
-
-@pytest.fixture
-def primary(tmp_path: Path) -> LocalStore:
-    return LocalStore(str(tmp_path / "primary"))
-
-
-@pytest.fixture
-def archive(tmp_path: Path) -> FaultyStore:
-    return FaultyStore(LocalStore(str(tmp_path / "archive")))
-
-
-def rank_of_two(primary: LocalStore, archive: FaultyStore, rank: int) -> Promoter:
-    return Promoter(primary, archive, rank=rank, world_size=2, pace=lambda count: None)
 
 
 def begun(store: FaultyStore | LocalStore, one: Generation, rank: int) -> tuple[Sink, bytes]:
